@@ -133,6 +133,10 @@ class Round:
             and (status.state == self.state.digest or status.round < self.state.round)
         )
 
+    def left_out(self, living: Mapping[str, RunStatus]) -> list[str]:
+        """Returns the peers that the last round was closed without, and that have not contributed since."""
+        return sorted(peer for peer in self._absent if peer in living and peer not in self.contributions)
+
     def due(self, living: Mapping[str, RunStatus], turn: int) -> dict[str, Contribution]:
         """Returns the contributions with which this peer closes the round now; empty if it does not.
 

@@ -24,6 +24,7 @@ from swarm_plugins.transport.run_messages import RunSpec
 log = logging.getLogger(__name__)
 
 _TEXT_CHARS = 1024
+_LAST_TRIES = 3
 
 
 class RunProgress(NamedTuple):
@@ -36,7 +37,7 @@ class RunProgress(NamedTuple):
     samples: int
     """In all rounds so far, and in this one by now."""
     late: tuple[str, ...]
-    """Ids of peers that the closing round waits for."""
+    """Ids of peers that the closing round waits for; until then, of those that the last round did not wait for."""
 
 
 class SharedRun:
@@ -82,6 +83,7 @@ class SharedRun:
         self._base: SharedState | None = None
         """The shared state that the module's weights come from."""
         self._steps = self._samples = 0
+        self._was_left_out = False
         self._is_publisher = False
 
     def start(self, resumed: Mapping[str, Any] | None = None) -> None:
@@ -157,18 +159,22 @@ class SharedRun:
         now = self.peer.round
         if now.state is not self._base:
             self._follow()
-        elif self._steps >= self._config.steps_per_round or now.gives_way(self._steps):
+        elif self._steps >= self._config.steps_per_round or now.gives_way(self._steps) or self._was_left_out:
+            # The others wait for this peer again only when it has contributed: a slower one would never catch up.
             self._contribute()
 
     def finish(self) -> None:
         """Contributes what has been trained since the last round, takes over the result, and leaves. Idempotent."""
         if self._peer is None:
             return
-        if self._peer.round.state is not self._base:
-            self._follow()
-        if self._steps or self._samples:
+        for _ in range(_LAST_TRIES):
+            if self._peer.round.state is not self._base:
+                self._follow()
             # The samples of one that was left out of the last round are owed.
-            self._contribute()
+            if self._steps or self._samples:
+                self._contribute()
+        if self._samples:
+            log.warning("run %s: the last %d samples of this peer are in no round", self.run_id, self._samples)
         progress, self._is_publisher = self.progress, self._peer.is_publisher
         self._loop.run(self._peer.linger())
         log.info("left run %s after round %d: %d samples", self.run_id, progress.round, progress.samples)
@@ -200,8 +206,8 @@ class SharedRun:
         """Where the run is."""
         now, living = self.peer.round, self.peer.living
         here = [status.samples for status in living.values() if status.round == now.state.round]
-        late = now.late(living) if now.closing_s else ()
-        return RunProgress(now.state.round, 1 + len(living), now.state.samples + self._samples + sum(here), tuple(late))
+        late = tuple(now.late(living) if now.closing_s else now.left_out(living))
+        return RunProgress(now.state.round, 1 + len(living), now.state.samples + self._samples + sum(here), late)
 
     @property
     def state(self) -> SharedState:
@@ -282,6 +288,7 @@ class SharedRun:
                 self._samples,
             )
         self._tensors.settle(active, changes, is_counted=is_counted)
+        self._was_left_out = not is_counted
         self._base = self.peer.round.state
         self._tensors.load(self._base)
         self._steps, self._samples = 0, 0 if is_counted else self._samples

@@ -19,7 +19,7 @@ import trainer_kit
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from swarm_plugins import AutoSwarmModelForCausalLM, RunConfig, SwarmStrategy
+from swarm_plugins import AutoSwarmModelForCausalLM, HubAdapterCallback, RunConfig, SwarmStrategy
 from swarm_plugins.together import shared_run
 
 
@@ -49,8 +49,15 @@ class Member(trainer_kit.Tuner):
             self._told = state.digest
             record = self._run.peer._last_record
             counted = 0 if record is None else len(record.contributions)
-            loss = self.losses[-1]
-            say(round=state.round, digest=state.digest.hex(), peers=progress.peers, counted=counted, loss=loss)
+            say(
+                round=state.round,
+                digest=state.digest.hex(),
+                peers=progress.peers,
+                late=len(progress.late),
+                publishes=self._run.is_publisher,
+                counted=counted,
+                loss=self.losses[-1],
+            )
 
 
 def say(**line: Any) -> None:
@@ -78,6 +85,8 @@ def main(directory: str, settings: dict[str, Any]) -> None:
     if settings.get("sends_garbage"):
         shared_run.write_update = garbage  # type: ignore[assignment]
     rows = torch.randint(3, 100, (64, 12), generator=torch.Generator().manual_seed(settings["seed"]))
+    hub = settings.get("hub")
+    publisher = HubAdapterCallback("me/adapter", on=["end"], endpoint=hub, token="any") if hub else None
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -88,11 +97,14 @@ def main(directory: str, settings: dict[str, Any]) -> None:
         max_epochs=-1,
         min_steps=1,
         strategy=SwarmStrategy(run_id="me/run", run=RunConfig(**settings["run"])),
+        callbacks=[publisher] if publisher else [],
+        default_root_dir=settings.get("folder"),
     )
     say(ready=True)
     sys.stdin.readline()
     threading.Thread(target=listen, daemon=True).start()
     trainer.fit(Member(Path(directory), settings.get("step_s", 0.0)), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    say(pushed=len(publisher.pushed) if publisher else 0)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import swarm_plugins.transport.dht
 from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, RunConfig, SwarmStrategy
 from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.local_hub import LocalHub
 
 pytestmark = trainer_kit.IN_A_RUN
 # Fixtures.
@@ -30,6 +31,42 @@ start = run_process.start
 
 def test_survivors_have_the_same_adapter_after_each_of_twenty_rounds(start: Callable[..., Process]) -> None:
     check_survivors(start, num_rounds=20)
+
+
+def test_a_peer_that_is_slower_than_the_deadline_is_shown_as_late(start: Callable[..., Process]) -> None:
+    run = {"straggler_s": 0.5}
+    first, slow = start(0, step_s=0.05, run=run), start(1, step_s=3.0, run=run)
+    for one in (first, slow):
+        one.begin()
+        one.reaches(0)
+    first.wait_for(lambda one: (one.lines[-1].get("peers"), one.lines[-1].get("late")) == (2, 1))
+    slow.kill()
+    first.wait_for(lambda one: (one.lines[-1].get("peers"), one.lines[-1].get("late")) == (1, 0))
+
+
+def test_one_peer_publishes_for_all_and_another_one_after_it_has_left(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    with LocalHub() as hub:
+        members = [start(seed, step_s=0.1, hub=hub.endpoint, folder=str(tmp_path / str(seed))) for seed in range(3)]
+        for one in members:
+            one.begin()
+        for one in members:
+            one.wait_for(lambda one: one.lines[-1].get("peers") == 3)
+
+        def is_told(one: Process) -> bool:
+            since = max(line["round"] for line in one.lines if "round" in line)
+            one.reaches(since + 1)
+            return bool(one.lines[-1]["publishes"])
+
+        (elected,) = [one for one in members if is_told(one)]
+        other, last = [one for one in members if one is not elected]
+        for leaving, pushed in ((other, 0), (elected, 1), (last, 1)):
+            assert leaving.end() == 0, leaving.errors[-3000:]
+            assert leaving.lines[-1] == {"pushed": pushed}
+        repo = hub.store.find("me/adapter")
+        assert repo is not None
+        assert sorted(repo.tags) == ["v1", "v2"]
 
 
 @pytest.fixture

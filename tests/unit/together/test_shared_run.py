@@ -1,0 +1,112 @@
+"""A trainer's side of a run: what it does with work that a round was closed without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from swarm_plugins.together import RunConfig, SharedRun
+from swarm_plugins.together.outer import outer_step
+
+SAMPLES = 4
+CONFIG = RunConfig(steps_per_round=3, alternate_lora=False)
+
+
+class Others:
+    """Peers that close rounds, with this one's updates or without, as they are told."""
+
+    is_publisher = False
+    living: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+
+    def __init__(self, run: SharedRun) -> None:
+        self.state = run._tensors.first_state()
+        self.counts: list[bool] = []
+        """Whether each of the next updates is in; then all are."""
+        self.samples: list[int] = []
+        """Of all updates."""
+
+    @property
+    def round(self) -> Any:
+        nobody = SimpleNamespace(gives_way=lambda _: False, closing_s=0.0, left_out=lambda _: [])
+        nobody.state = self.state
+        return nobody
+
+    def active_in(self, _: Any) -> list[int]:
+        return [0]
+
+    def close_round(self) -> None:
+        self.state = outer_step(
+            self.state, [0], [np.zeros((2, 3), np.float32)], samples=1, lr=0.7, momentum=0.5, typical=1.0
+        )
+
+    async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool:
+        assert base == self.state.digest
+        self.samples.append(samples)
+        self.close_round()
+        return self.counts.pop(0) if self.counts else True
+
+    async def linger(self) -> None:
+        pass
+
+    leave = linger
+
+
+@pytest.fixture
+def run() -> Iterator[SharedRun]:
+    weight = nn.Parameter(torch.zeros(2, 3))
+    run = SharedRun(
+        "me/run", {"weight": weight}, base="", model="", adapter="", settings="", config=CONFIG, node=CONFIG.node(())
+    )
+    run._peer = Others(run)  # type: ignore[assignment]
+    run._base = run._peer.state  # type: ignore[union-attr]
+    run._tensors.load(run._base)
+    run._loop.start()
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def others(run: SharedRun) -> Any:
+    return run._peer
+
+
+def test_a_peer_that_was_left_out_contributes_after_its_next_step(run: SharedRun, others: Others) -> None:
+    run.after_step(SAMPLES)
+    others.close_round()
+    run.after_step(SAMPLES)  # it comes to know that the round was closed
+    assert others.samples == []
+    run.after_step(SAMPLES)
+    assert others.samples == [3 * SAMPLES]
+    for steps in (1, 2, 3):
+        assert len(others.samples) == 1, steps
+        run.after_step(SAMPLES)
+    assert others.samples == [3 * SAMPLES, 3 * SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("counts", "samples", "warning"),
+    [
+        pytest.param([False, True], [4, 4], False, id="again"),
+        pytest.param([False] * 9, [4, 4, 4], True, id="lost"),
+        pytest.param([], [4], False, id="at-once"),
+    ],
+)
+def test_a_peer_that_ends_adds_what_it_has_if_it_can(
+    counts: list[bool],
+    samples: list[int],
+    warning: bool,
+    run: SharedRun,
+    others: Others,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    others.counts = counts
+    run.after_step(SAMPLES)
+    run.finish()
+    assert others.samples == samples
+    assert ("the last 4 samples of this peer are in no round" in caplog.text) is warning
