@@ -1,4 +1,4 @@
-"""Starts the servers of local swarms from one process that has imported what a server needs.
+"""Starts processes, such as the servers of local swarms, from one process that has imported what they need.
 
 Importing takes a server some seconds, and a suite starts hundreds of servers. This process imports once, and forks for
 each server; the fork runs the same command. Tests of the processes themselves start them in the ordinary way: see the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -39,6 +40,12 @@ _MOST_BYTES = 1 << 16
 """Of a request: a command and a working directory."""
 _IMPORT_S = 120.0
 _END_S = 10.0
+SERVER_MODULES = (
+    "swarm_plugins.cli",
+    "swarm_plugins.cli.support.options",
+    "swarm_plugins.server.process",
+    "swarm_plugins.server.server",
+)
 
 
 class WarmServers:
@@ -47,14 +54,18 @@ class WarmServers:
     Args:
         environment: Of the process. Servers with another one are started in the ordinary way: imports may have read it.
         ignored: Variables that may differ.
+        modules: What it imports.
     """
 
     PIPE = subprocess.PIPE
     TimeoutExpired = subprocess.TimeoutExpired
 
-    def __init__(self, environment: dict[str, str], ignored: Collection[str]) -> None:
+    def __init__(
+        self, environment: dict[str, str], ignored: Collection[str], modules: Sequence[str] = SERVER_MODULES
+    ) -> None:
         self._environment = environment
         self._ignored = ignored
+        self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
@@ -68,7 +79,11 @@ class WarmServers:
         names = (env.keys() | self._environment.keys()) - set(self._ignored)
         if any(env.get(name) != self._environment.get(name) for name in names):
             return subprocess.Popen(command, env=env, **options)
-        return WarmServer(self._open(), {"command": list(command), "cwd": os.getcwd()}, options["stderr"].fileno())
+        return self.start(command, options["stderr"].fileno())
+
+    def start(self, command: Sequence[str], stderr: int) -> WarmServer:
+        """Starts ``python -m MODULE ...`` or ``python FILE ...`` with pipes for its input and output."""
+        return WarmServer(self.open(), {"command": list(command), "cwd": os.getcwd()}, stderr)
 
     def close(self) -> None:
         """Ends the process; servers that still run notice that, and end."""
@@ -84,14 +99,15 @@ class WarmServers:
             process.kill()
             process.wait(_END_S)
 
-    def _open(self) -> socket.socket:
+    def open(self) -> socket.socket:
+        """Starts the process unless it runs; returns the line to it."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._line is None:
             line, other = _line()
             with other:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__],
+                    [sys.executable, __file__, *self._modules],
                     env=self._environment,
                     stdin=other,
                     stdout=subprocess.DEVNULL,
@@ -116,7 +132,7 @@ def used(ignored: Collection[str] = SET_BY_LIBRARIES) -> Iterator[WarmServers]:
 
 
 class WarmServer:
-    """A forked server, with the part of Popen's interface that `LocalServer` uses."""
+    """A forked process, with the part of Popen's interface that `LocalServer` uses."""
 
     def __init__(self, line: socket.socket, request: dict[str, Any], log: int) -> None:
         self._lock = threading.Lock()
@@ -174,17 +190,14 @@ def _line() -> tuple[socket.socket, socket.socket]:
 
 
 def main() -> None:
-    """Imports what servers need, and forks for each request until the other side has gone."""
+    """Imports modules, and forks for each request until the other side has gone."""
     from swarm_plugins.noise import no_bars_in_pipes
 
     no_bars_in_pipes()
     import numpy as np
 
-    import swarm_plugins.cli
-    import swarm_plugins.cli.support.options
-    import swarm_plugins.server.process
-    import swarm_plugins.server.server  # noqa: F401
-
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     # Collections in the forks would copy the pages of all these modules.
     gc.freeze()
     ended, ends = os.pipe()
@@ -237,8 +250,12 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
         for fd in fds:
             os.close(fd)
         os.chdir(request["cwd"])
-        _python, _m, module, *sys.argv[1:] = request["command"]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        _python, *sys.argv = request["command"]
+        if sys.argv[0] == "-m":
+            sys.argv.pop(0)
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

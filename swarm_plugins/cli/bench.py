@@ -311,7 +311,7 @@ def together(
     steps_per_round: Annotated[int, typer.Option(help="Local steps between two rounds.", min=1)] = 5,
     alternate_lora: Annotated[
         bool, typer.Option(help="Train LoRA's A and B in alternating rounds, or both in each.")
-    ] = True,
+    ] = False,
     documents: Annotated[
         int, typer.Option(help="Texts of all peers together; an eighth is held out.", min=16, max=235)
     ] = 24,

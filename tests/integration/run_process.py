@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_servers import WarmServers
+
+from swarm_plugins import LocalSwarm
 
 HERE = Path(__file__).parent
 RUN = {"steps_per_round": 2, "straggler_s": 30.0, "dead_s": 5.0, "poll_s": 0.25}
@@ -22,21 +24,15 @@ _WAIT_S = 240.0
 class Process:
     """A Trainer's process, and what it has said so far."""
 
-    def __init__(self, directory: Path, seed: int, **settings: Any) -> None:
+    def __init__(self, warm: WarmServers, directory: Path, seed: int, **settings: Any) -> None:
         run = RUN | settings.pop("run", {})
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(HERE / "run_member.py"),
-                str(directory),
-                json.dumps({"seed": seed, "run": run} | settings),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+        arguments = [str(directory), json.dumps({"seed": seed, "run": run} | settings)]
+        errors, stderr = os.pipe()
+        self._stderr = os.fdopen(errors, "rb")
+        try:
+            self._process = warm.start([sys.executable, str(HERE / "run_member.py"), *arguments], stderr)
+        finally:
+            os.close(stderr)
         self.lines: list[dict[str, Any]] = []
         self.digests: dict[int, str] = {}
         self.errors = ""
@@ -45,16 +41,16 @@ class Process:
             reader.start()
 
     def _read(self) -> None:
-        for line in self._process.stdout or ():
-            if line.startswith("{"):
+        for line in self._process.stdout:
+            if line.startswith(b"{"):
                 said = json.loads(line)
                 if "round" in said:
                     assert self.digests.setdefault(said["round"], said["digest"]) == said["digest"]
                 self.lines.append(said)
 
     def _read_errors(self) -> None:
-        for line in self._process.stderr or ():
-            self.errors += line
+        for line in self._stderr:
+            self.errors += line.decode()
 
     def wait_for(self, what: Callable[[Process], bool]) -> None:
         until = time.monotonic() + _WAIT_S
@@ -75,9 +71,7 @@ class Process:
         return self.ended()
 
     def _say(self, word: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n")
-        self._process.stdin.flush()
+        self._process.stdin.write(f"{word}\n".encode())
 
     def ended(self) -> int:
         status = self._process.wait(timeout=_WAIT_S)
@@ -91,17 +85,29 @@ class Process:
 
     def close(self) -> None:
         self.kill()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            stream.close()
+
+
+@pytest.fixture(scope="module")
+def warm_trainers(swarm: LocalSwarm) -> Iterator[WarmServers]:
+    """Starts Trainers from one process that has imported what they need."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "SWARM_INITIAL_PEERS": " ".join(swarm.initial_peers),
+    }
+    warm = WarmServers(environment, (), ["trainer_kit", "swarm_plugins.together.node"])
+    warm.open()
+    yield warm
+    warm.close()
 
 
 @pytest.fixture
-def start(model: Path) -> Iterator[Callable[..., Process]]:
+def start(warm_trainers: WarmServers, model: Path) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
     def start_one(seed: int, **settings: Any) -> Process:
-        started.append(Process(model, seed, **settings))
+        started.append(Process(warm_trainers, model, seed, **settings))
         return started[-1]
 
     yield start_one

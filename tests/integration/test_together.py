@@ -26,7 +26,7 @@ from swarm_plugins.local_hub import LocalHub
 pytestmark = trainer_kit.IN_A_RUN
 # Fixtures.
 model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
-start = run_process.start
+start, warm_trainers = run_process.start, run_process.warm_trainers
 
 
 def test_survivors_have_the_same_adapter_after_each_of_twenty_rounds(start: Callable[..., Process]) -> None:
@@ -140,7 +140,14 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(model: Path, tmp_path
 
     def run(folder: str, epochs: int, **options: Any) -> trainer_kit.Tuner:
         callbacks = [ModelCheckpoint(dirpath=tmp_path / folder, filename="last", save_top_k=-1)]
-        return fit(model, -1, strategy(steps_per_round=3), callbacks=callbacks, max_epochs=epochs, **options)
+        return fit(
+            model,
+            -1,
+            strategy(steps_per_round=3, alternate_lora=True),
+            callbacks=callbacks,
+            max_epochs=epochs,
+            **options,
+        )
 
     straight = run("straight", 4)
     first = run("first", 2)

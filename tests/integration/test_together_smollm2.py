@@ -13,7 +13,8 @@ from swarm_plugins.demo import smollm2
 
 pytestmark = [*trainer_kit.IN_A_RUN, pytest.mark.slow]
 # Fixtures.
-swarm, peers, start = trainer_kit.swarm, trainer_kit.peers, run_process.start
+swarm, peers = trainer_kit.swarm, trainer_kit.peers
+start, warm_trainers = run_process.start, run_process.warm_trainers
 
 
 @pytest.fixture(scope="module")
