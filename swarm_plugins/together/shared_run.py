@@ -171,8 +171,9 @@ class SharedRun:
             if self._peer.round.state is not self._base:
                 self._follow()
             # The samples of one that was left out of the last round are owed.
-            if self._steps or self._samples:
-                self._contribute()
+            if not (self._steps or self._samples):
+                break
+            self._contribute()
         if self._samples:
             log.warning("run %s: the last %d samples of this peer are in no round", self.run_id, self._samples)
         progress, self._is_publisher = self.progress, self._peer.is_publisher
@@ -280,7 +281,7 @@ class SharedRun:
 
     def _settle(self, active: list[int], changes: list[Any], *, is_counted: bool) -> None:
         """Takes over the state of the round that has begun."""
-        if not is_counted and self._base is not None:
+        if not is_counted and self._base is not None and self._samples:
             log.warning(
                 "run %s: round %d was closed without this peer; its %d samples are added to a later one",
                 self.run_id,

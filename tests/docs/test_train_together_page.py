@@ -95,3 +95,5 @@ def test_two_terminals_can_follow_the_page(tmp_path: Path) -> None:
                 terminal.close()
     kept = [load_file(tmp_path / "runs" / name / "adapter_model.safetensors") for name in ("first", "second")]
     assert sorted(kept[0]) == sorted(kept[1])
+    # B is zero before the first round.
+    assert all(one.any() for adapter in kept for name, one in adapter.items() if "lora_B" in name)
