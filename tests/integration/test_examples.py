@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from swarm_plugins import LocalSwarm
+from swarm_plugins.demo import smollm2
 from swarm_plugins.testing.models import save_tiny
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
@@ -97,12 +98,16 @@ def test_sft_of_trl_trains(model: Path, peers: Mapping[str, str], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_recipe_of_preferences_raises_the_margin(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
-    options = ["--base", model, "--steps", "3", "--pairs", "8", "--length", "100", "--output", tmp_path / "out"]
-    said = run(tmp_path, sys.executable, ROOT / "recipes" / "dpo.py", *options, environment=peers)
+def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path) -> None:
+    """With a real model: what a random one learns holds for no other address."""
+    model = smollm2()
+    options = ["--base", model, "--steps", "8", "--pairs", "8", "--output", tmp_path / "out"]
+    with LocalSwarm(model, num_servers=1, dtype="float32") as swarm:
+        peers = {"SWARM_INITIAL_PEERS": swarm.initial_peers[0]}
+        said = run(tmp_path, sys.executable, ROOT / "recipes" / "dpo.py", *options, environment=peers)
     before, after = numbers(r"margin (-?[\d.]+)", said)
     assert before == 0
-    assert after != 0
+    assert after > 0
     assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
