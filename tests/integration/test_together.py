@@ -111,10 +111,12 @@ def test_peers_that_do_not_belong_are_told_why_and_others_train_on(
         )
         with pytest.raises(ConfigError, match=r"adapter: LORA r=4 .*q_proj,v_proj.*; yours: LORA r=2 .*q_proj"):
             fit(model, 2, strategy(), **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(swarm_plugins.transport.dht, "time", SimpleNamespace(time=lambda: time.time() + 3600))
-        with pytest.raises(ConfigError, match=r"clock is 3600 s ahead of the swarm's"):
-            fit(model, 2, strategy(), **options)
+    for shift_s, said in ((3600, "ahead of"), (-3600, "behind")):
+        with monkeypatch.context() as patch:
+            clock = SimpleNamespace(time=lambda shift_s=shift_s: time.time() + shift_s)
+            patch.setattr(swarm_plugins.transport.dht, "time", clock)
+            with pytest.raises(ConfigError, match=f"clock is 3600 s {said} the swarm's"):
+                fit(model, 2, strategy(), **options)
     before = max(companion.digests)
     companion.reaches(before + 1)
 
