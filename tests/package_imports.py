@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,11 +87,11 @@ IMPORTS = {file: imports_of(file) for file in package_files()}
 ALL_IMPORTS = [one for imports in IMPORTS.values() for one in imports]
 
 
-def module_edges(*, with_types: bool) -> dict[str, set[str]]:
+def module_edges() -> dict[str, set[str]]:
     edges: dict[str, set[str]] = {name: set() for name in MODULES}
     for one in ALL_IMPORTS:
         source = module_name(one.file)
-        if (with_types or not one.is_type_only) and one.target in MODULES and one.target != source:
+        if one.target in MODULES and one.target != source:
             edges[source].add(one.target)
     # The lazy names of the package point at its parts; an arrow back to it would be a leaf import, caught above.
     edges[PACKAGE] = set()
@@ -120,11 +119,3 @@ def find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
         if (cycle := visit(start)) is not None:
             return cycle
     return None
-
-
-def longest_chain(edges: dict[str, set[str]]) -> list[str]:
-    @functools.cache
-    def below(node: str) -> tuple[str, ...]:
-        return (node, *max((below(other) for other in edges.get(node, ())), key=len, default=()))
-
-    return list(max((below(node) for node in edges), key=len))
