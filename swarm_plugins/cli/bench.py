@@ -309,9 +309,6 @@ def together(
     seconds: Annotated[float, typer.Option(help="How long each trains.", min=1)] = 240.0,
     seeds: Annotated[int, typer.Option(help="Trainings of each kind.", min=1, max=100)] = 3,
     steps_per_round: Annotated[int, typer.Option(help="Local steps between two rounds.", min=1)] = 5,
-    alternate_lora: Annotated[
-        bool, typer.Option(help="Train LoRA's A and B in alternating rounds, or both in each.")
-    ] = False,
     documents: Annotated[
         int, typer.Option(help="Texts of all peers together; an eighth is held out.", min=16, max=235)
     ] = 24,
@@ -333,7 +330,6 @@ def together(
             seconds=seconds,
             seeds=seeds,
             steps_per_round=steps_per_round,
-            alternate_lora=alternate_lora,
             documents=documents,
             learning_rate=learning_rate,
         )

@@ -6,22 +6,22 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.run_messages import MAX_RUN_PEERS
 
-_AGGREGATIONS = ("mean", "trimmed_mean")
-_SHARED_NUMBERS = ("outer_lr", "outer_momentum", "max_norm_ratio", "straggler_s", "dead_s")
+_AGREED = ("outer_lr", "outer_momentum", "max_norm_ratio", "straggler_s", "dead_s")
+_FORMER_RULES = "alternate_lora=False, aggregation=mean"
+"""Rules that once were settings, so that peers of earlier versions with their defaults can take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Settings of a run in which several Trainers improve one adapter (DiLoCo, arXiv 2311.08105).
 
-    All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``alternate_lora``, ``aggregation``,
-    ``max_norm_ratio``, ``straggler_s`` and ``dead_s``.
+    All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``max_norm_ratio``, ``straggler_s`` and
+    ``dead_s``.
     """
 
     steps_per_round: int = 50
@@ -34,15 +34,6 @@ class RunConfig:
     outer_momentum: float = 0.5
     """Nesterov momentum of the outer step. DiLoCo has 0.9 for hundreds of rounds; runs of tens of rounds overshoot
     with that."""
-
-    alternate_lora: bool = False
-    """Whether LoRA's A and B are trained in alternating rounds (RoLoRA, arXiv 2502.01755). The mean of products B A is
-    not the product of the means; with one of the two fixed for all peers it is. Rounds are so short that this
-    difference costs less than a half that rests: see the benchmarks. Updates are half as long with it."""
-
-    aggregation: Literal["mean", "trimmed_mean"] = "mean"
-    """``mean``: by samples. ``trimmed_mean``: without the largest and smallest fifth of each weight's updates, at least
-    one at each end if there are three; every peer counts the same."""
 
     max_norm_ratio: float = 2.0
     """Updates are scaled down to this many times the median norm of the round."""
@@ -94,8 +85,6 @@ class RunConfig:
             raise ConfigError(f"steps_per_round must be a whole number, 1 or more; got {self.steps_per_round!r}")
         if type(self.max_peers) is not int or not 1 <= self.max_peers <= MAX_RUN_PEERS:
             raise ConfigError(f"max_peers must be a whole number from 1 to {MAX_RUN_PEERS}, got {self.max_peers!r}")
-        if self.aggregation not in _AGGREGATIONS:
-            raise ConfigError(f"unknown aggregation {self.aggregation!r}; known: {', '.join(_AGGREGATIONS)}")
         for name in ("allowed_peers", "host_maddrs", "announce_maddrs", "relays"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         for name in ("secret_file", "identity"):
@@ -105,10 +94,9 @@ class RunConfig:
 
     @property
     def rules(self) -> str:
-        """What peers must agree on, for people."""
-        named = {name: getattr(self, name) for name in ("alternate_lora", "aggregation")}
-        named |= {name: float(getattr(self, name)) for name in _SHARED_NUMBERS}
-        return ", ".join(f"{name}={value}" for name, value in named.items())
+        """What peers must agree on, for people; the text is compared as a whole."""
+        agreed = (f"{name}={float(getattr(self, name))}" for name in _AGREED)
+        return ", ".join((_FORMER_RULES, *agreed))
 
     def node(self, initial_peers: tuple[str, ...], swarm_secret: Path | None = None) -> NodeConfig:
         """Returns the settings of the node by which other peers reach this one."""

@@ -34,14 +34,11 @@ _LARGEST_CHANGE = 100.0
 """No honest round moves a weight of an adapter so far."""
 _LARGEST_SCALE = np.float32(_LARGEST_CHANGE / _LARGEST)
 _MOST_GROWTH = 4.0
-"""By how much the typical norm may differ from the one two rounds before, when the same half of a LoRA was trained."""
+"""By how much the typical norm may differ from the one two rounds before."""
 _MAX_WEIGHT_RATIO = 2.0
 """Largest weight of a peer, as a multiple of the median samples: one of three never has more than the other two."""
 _MOST_SAMPLES = 1 << 60
 """Counted in a run."""
-_TRIMMED = 0.2
-"""Part of the updates left out at each end by the trimmed mean."""
-_A, _B = ("lora_A.", "lora_embedding_A."), ("lora_B.", "lora_embedding_B.")
 
 
 def blob_digest(blob: bytes) -> bytes:
@@ -99,19 +96,6 @@ def read_state(blob: bytes, shapes: Sequence[Shape]) -> SharedState:
         raise ProtocolError(f"a shared state of {samples} samples, at most {_MOST_SAMPLES} can be")
     parts = _split(values.astype(np.float32), (*shapes, *shapes))
     return SharedState(round_, samples, tuple(parts[: len(shapes)]), tuple(parts[len(shapes) :]), (even, odd))
-
-
-def active_tensors(names: Sequence[str], round_: int, *, alternate_lora: bool) -> list[int]:
-    """Returns the indices of the tensors that are trained in a round: LoRA's B in even rounds, its A in odd ones.
-
-    B first: it begins with zeros, and then A has no gradient. Tensors that are neither are trained in all rounds.
-    """
-    halves = [
-        next((half for half, marks in enumerate((_B, _A)) if any(m in f"{n}." for m in marks)), None) for n in names
-    ]
-    if not alternate_lora or not {0, 1} <= set(halves):
-        return list(range(len(names)))
-    return [index for index, half in enumerate(halves) if half is None or half == round_ % 2]
 
 
 class Update:
@@ -177,7 +161,7 @@ def read_update(blob: bytes, shapes: Sequence[Shape]) -> Update:
 
 
 def combine(
-    updates: Sequence[tuple[Update, int]], *, aggregation: str, max_norm_ratio: float, typical: float = 0.0
+    updates: Sequence[tuple[Update, int]], *, max_norm_ratio: float, typical: float = 0.0
 ) -> tuple[list[NDArray[np.float64]], float]:
     """Returns the mean of updates, each with its samples, and their median norm.
 
@@ -195,16 +179,10 @@ def combine(
         median = min(max(median, typical / _MOST_GROWTH), typical * _MOST_GROWTH)
     bound = max_norm_ratio * median
     factors = [min(1.0, bound / norm) if norm > 0 else 0.0 for norm in norms]
-    num_tensors = len(updates[0][0].values)
-    if aggregation == "trimmed_mean":
-        trimmed = [
-            _trimmed([u.part(i) * f for (u, _), f in zip(updates, factors, strict=True)]) for i in range(num_tensors)
-        ]
-        return trimmed, median
     total = math.fsum(weights) or 1.0
     means = []
-    for index in range(num_tensors):
-        mean = np.zeros(updates[0][0].values[index].shape, np.float64)
+    for index, first in enumerate(updates[0][0].values):
+        mean = np.zeros(first.shape, np.float64)
         for (update, _), factor, weight in zip(updates, factors, weights, strict=True):
             mean = mean + update.part(index) * (factor * weight / total)
         means.append(mean)
@@ -213,19 +191,18 @@ def combine(
 
 def outer_step(
     state: SharedState,
-    active: Sequence[int],
-    means: Sequence[NDArray[np.float64]],
+    mean: Sequence[NDArray[np.float64]],
     *,
     samples: int,
     lr: float,
     momentum: float,
     typical: float = 0.0,
 ) -> SharedState:
-    """Returns the state after a Nesterov step on the active tensors, with the mean of the updates as gradient."""
+    """Returns the state after a Nesterov step, with the mean of the updates as gradient; empty: no step."""
     weights, velocity = list(state.weights), list(state.momentum)
-    for index, mean in zip(active, means, strict=True):
-        moved = velocity[index].astype(np.float64) * momentum + mean
-        stepped = weights[index].astype(np.float64) - (mean + moved * momentum) * lr
+    for index, change in enumerate(mean):
+        moved = velocity[index].astype(np.float64) * momentum + change
+        stepped = weights[index].astype(np.float64) - (change + moved * momentum) * lr
         weights[index], velocity[index] = stepped.astype(np.float32), moved.astype(np.float32)
     even, odd = state.typical
     return SharedState(
@@ -235,15 +212,6 @@ def outer_step(
         tuple(velocity),
         (even, typical) if state.round % 2 else (typical, odd),
     )
-
-
-def _trimmed(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    cut = max(1, int(_TRIMMED * len(parts))) if len(parts) >= 3 else 0
-    kept = np.sort(np.stack(parts), axis=0)[cut : len(parts) - cut]
-    total = np.zeros(kept.shape[1:], np.float64)
-    for part in kept:
-        total = total + part
-    return total / len(kept)
 
 
 def _lower_median(weighted: Sequence[tuple[float, float]]) -> float:

@@ -24,7 +24,7 @@ from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError,
 from swarm_plugins.together.blobs import Blobs
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.greetings import Greetings, RunDirectory
-from swarm_plugins.together.outer import SharedState, active_tensors, read_state, state_bytes, update_bytes
+from swarm_plugins.together.outer import SharedState, read_state, state_bytes, update_bytes
 from swarm_plugins.together.refusals import NotAdmittedError, difference, refused
 from swarm_plugins.together.roster import Place, Roster
 from swarm_plugins.together.rounds import Round, Tensors
@@ -115,10 +115,6 @@ class RunPeer:
         if self._round is None:
             raise TransportError(f"run {self.run_id!r} has not been joined: call join() first")
         return self._round
-
-    def active_in(self, state: SharedState) -> list[int]:
-        """Returns the indices of the tensors that are trained in the round that begins with a state."""
-        return active_tensors(self._tensors.names, state.round, alternate_lora=self._config.alternate_lora)
 
     @property
     def living(self) -> dict[str, RunStatus]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.together.config import RunConfig
-from swarm_plugins.together.outer import Shape, SharedState, Update, active_tensors, combine, outer_step, read_update
+from swarm_plugins.together.outer import Shape, SharedState, Update, combine, outer_step, read_update
 from swarm_plugins.transport.run_messages import Contribution, RoundRecord, RunStatus
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,7 @@ class Round:
         self._me = me
         self._absent = absent
         self._config = config
-        self.active = active_tensors(tensors.names, state.round, alternate_lora=config.alternate_lora)
-        self.shapes = [tensors.shapes[index] for index in self.active]
+        self.shapes = tensors.shapes
         self.contributions: dict[str, Contribution] = {}
         """By peer, this one included."""
         self.record: RoundRecord | None = None
@@ -166,23 +165,16 @@ class Round:
 
     def after(self, record: RoundRecord) -> SharedState:
         """Returns the state after this round, closed by a record whose updates are all here."""
-        config = self._config
         found = [(self._updates[one.blob], one.samples) for one in record.contributions]
         updates = [(update, samples) for update, samples in found if update is not None]
-        half = self.state.round % 2
-        means, typical = combine(
-            updates,
-            aggregation=config.aggregation,
-            max_norm_ratio=config.max_norm_ratio,
-            typical=self.state.typical[half],
-        )
+        typical = self.state.typical[self.state.round % 2]
+        mean, typical = combine(updates, max_norm_ratio=self._config.max_norm_ratio, typical=typical)
         return outer_step(
             self.state,
-            self.active if updates else (),
-            means,
+            mean,
             samples=sum(samples for _, samples in updates),
-            lr=config.outer_lr,
-            momentum=config.outer_momentum,
+            lr=self._config.outer_lr,
+            momentum=self._config.outer_momentum,
             typical=typical,
         )
 

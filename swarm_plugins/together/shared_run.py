@@ -13,7 +13,7 @@ from torch import nn
 from swarm_plugins.errors import CheckpointError, ProtocolError, SwarmError, one_line
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.node import RunNode
-from swarm_plugins.together.outer import SharedState, read_state, write_update
+from swarm_plugins.together.outer import Array, SharedState, read_state, write_update
 from swarm_plugins.together.peer import RunPeer
 from swarm_plugins.together.signing import Seal, run_hash
 from swarm_plugins.together.tensors import TrainedTensors
@@ -112,8 +112,7 @@ class SharedRun:
             self._tensors.resume(own)
             if self._base.digest != own.digest:
                 # The others have gone on: what was trained since the checkpoint's round began is added to a later one.
-                active = self._peer.active_in(own)
-                self._settle(active, self._tensors.changes(active), is_counted=False)
+                self._settle(self._tensors.changes(), is_counted=False)
         self._tell()
         progress = self.progress
         log.info("joined run %s: round %d, %d peer(s)", self.run_id, progress.round, progress.peers)
@@ -140,11 +139,6 @@ class SharedRun:
             await peer.leave()
             raise
         return peer
-
-    def before_step(self) -> None:
-        """Prepares the gradients for the optimizer's step: tensors that rest in this round have none."""
-        if self._base is not None:
-            self._tensors.freeze(self.peer.active_in(self._base))
 
     def after_step(self, samples: int) -> None:
         """Counts a step of the optimizer. At the end of a round, waits for the others and takes over its result.
@@ -258,13 +252,12 @@ class SharedRun:
     def _contribute(self) -> None:
         # The peer may move on meanwhile: the update belongs to the state that it was computed from.
         base = self.state
-        active = self.peer.active_in(base)
-        changes = self._tensors.changes(active)
+        changes = self._tensors.changes()
         work = self.peer.contribute(write_update(changes), base=base.digest, samples=self._samples)
         is_counted = self._loop.run(work)
         if is_counted is None:
             log.info("run %s: it is not known whether round %d counts this peer", self.run_id, base.round)
-        self._settle(active, changes, is_counted=is_counted is not False)
+        self._settle(changes, is_counted=is_counted is not False)
 
     def _follow(self) -> None:
         """Takes over a state that the other peers have come to without this one."""
@@ -276,10 +269,9 @@ class SharedRun:
             self._base = after
             self._tell()
             return
-        active = self.peer.active_in(before)
-        self._settle(active, self._tensors.changes(active), is_counted=False)
+        self._settle(self._tensors.changes(), is_counted=False)
 
-    def _settle(self, active: list[int], changes: list[Any], *, is_counted: bool) -> None:
+    def _settle(self, changes: list[Array], *, is_counted: bool) -> None:
         """Takes over the state of the round that has begun."""
         if not is_counted and self._base is not None and self._samples:
             log.warning(
@@ -288,7 +280,7 @@ class SharedRun:
                 self._base.round,
                 self._samples,
             )
-        self._tensors.settle(active, changes, is_counted=is_counted)
+        self._tensors.settle(changes, is_counted=is_counted)
         self._was_left_out = not is_counted
         self._base = self.peer.round.state
         self._tensors.load(self._base)

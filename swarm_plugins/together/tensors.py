@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -65,17 +65,14 @@ class TrainedTensors:
         self.load(after)
         self._write([start - change for start, change in zip(self._start, changed, strict=True)])
 
-    def changes(self, active: Sequence[int]) -> list[Array]:
-        """Returns what has changed in some tensors: start minus now, and what is still owed."""
-        now = self._values()
-        return [self._start[i] - now[i] + self._owed.get(i, np.float32(0.0)) for i in active]
+    def changes(self) -> list[Array]:
+        """Returns what has changed: start minus now, and what is still owed."""
+        pairs = zip(self._start, self._values(), strict=True)
+        return [start - now + self._owed.get(i, np.float32(0.0)) for i, (start, now) in enumerate(pairs)]
 
-    def settle(self, active: Sequence[int], changes: Sequence[Array], *, is_counted: bool) -> None:
-        """Notes whether a round counts some changes; they are added to the next round of the same tensors otherwise."""
-        for index, change in zip(active, changes, strict=True):
-            self._owed.pop(index, None)
-            if not is_counted:
-                self._owed[index] = change
+    def settle(self, changes: Sequence[Array], *, is_counted: bool) -> None:
+        """Notes whether a round counts the changes; otherwise they are added to the next one."""
+        self._owed = {} if is_counted else dict(enumerate(changes))
 
     @property
     def owed(self) -> dict[str, Tensor]:
@@ -93,12 +90,6 @@ class TrainedTensors:
             if not 0 <= index < len(self.tensors.shapes) or tuple(change.shape) != self.tensors.shapes[index]:
                 raise CheckpointError(f"the checkpoint has changes of tensor {name}, which this adapter does not have")
             self._owed[index] = change.float().numpy()
-
-    def freeze(self, active: Collection[int]) -> None:
-        """Drops the gradients of all other tensors, so that the optimizer leaves them as they are."""
-        for index, parameter in enumerate(self._parameters.values()):
-            if index not in active:
-                parameter.grad = None
 
     @contextmanager
     def shown(self, state: SharedState) -> Iterator[None]:

@@ -145,7 +145,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(model: Path, tmp_path
         return fit(
             model,
             -1,
-            strategy(steps_per_round=3, alternate_lora=True),
+            strategy(steps_per_round=3),
             callbacks=callbacks,
             max_epochs=epochs,
             **options,

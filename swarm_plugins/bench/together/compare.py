@@ -78,7 +78,6 @@ class Comparison:
     seconds: float
     seeds: int
     steps_per_round: int
-    alternate_lora: bool
     documents: int
     learning_rate: float
 
@@ -109,11 +108,10 @@ class Comparison:
                 if len({(one.rounds, one.digest) for one in together}) > len({one.rounds for one in together}):
                     raise SwarmError(f"peers of seed {seed} have ended a round with different adapters: report this")
                 report.seeds.append(Seed(seed=seed, together=together[0], alone=tuple(alone)))
-        order = "in turns" if self.alternate_lora else "at once"
         report.notes.append(
             f"{self.peers} Trainers at once in both arms, each on a part of {self.documents} documents; a LoRA on the "
-            f"attention, {self.steps_per_round} steps a round, A and B {order}; gain: loss of the best alone minus "
-            "that together"
+            f"attention, {self.steps_per_round} steps a round; gain: loss of the best alone minus that "
+            "together"
         )
         if plot is not None:
             draw_losses(report, plot)
@@ -138,7 +136,6 @@ class Comparison:
             initial_peers=tuple(initial_peers),
             run_id=run_id,
             steps_per_round=self.steps_per_round,
-            alternate_lora=self.alternate_lora,
             part=f"{number + 1}/{self.peers}",
             documents=self.documents,
             seed=seed,

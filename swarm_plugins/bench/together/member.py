@@ -79,9 +79,7 @@ def main() -> None:
     strategy = SwarmStrategy(
         job.initial_peers,
         run_id=job.run_id,
-        run=RunConfig(
-            steps_per_round=job.steps_per_round, alternate_lora=job.alternate_lora, straggler_s=30.0, poll_s=0.5
-        ),
+        run=RunConfig(steps_per_round=job.steps_per_round, straggler_s=30.0, poll_s=0.5),
     )
     looks = _Looks(job)
     trainer = pl.Trainer(

@@ -13,7 +13,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str | None
     """None: it trains alone."""
     steps_per_round: int
-    alternate_lora: bool
     part: str
     documents: int
     seed: int

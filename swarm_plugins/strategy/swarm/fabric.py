@@ -81,7 +81,6 @@ class FabricStrategy(SwarmMember, _Base):
         """Makes a step, and one of the run that is trained together, which the first forward in training has joined."""
         if self.shared_run is None:
             return super().optimizer_step(optimizer, **kwargs)
-        self.shared_run.before_step()
         output = super().optimizer_step(optimizer, **kwargs)
         self.shared_run.after_step(self._samples)
         self._samples = 0

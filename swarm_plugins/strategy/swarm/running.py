@@ -78,10 +78,6 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
         """Goes on with this peer's own weights."""
         self._shown.close()
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Leaves tensors that rest in this round as they are."""
-        self._run.before_step()
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Counts steps of the optimizer; waits at the end of a round."""
         if trainer.global_step == self._steps:

@@ -20,7 +20,7 @@ from swarm_plugins.transport.run_messages import RunSpec
 
 TENSORS = Tensors(("q.lora_A.w", "q.lora_B.w", "head"), ((2, 3), (3, 2), (4,)))
 SPEC = RunSpec(base="1", model="me/base", adapter="LORA r=2", tensors=b"t", rules="mean")
-QUICK = RunConfig(steps_per_round=4, alternate_lora=True, straggler_s=20.0, poll_s=1.0, dead_s=5.0, transfer_s=30.0)
+QUICK = RunConfig(steps_per_round=4, straggler_s=20.0, poll_s=1.0, dead_s=5.0, transfer_s=30.0)
 
 
 def identity_of(number: int) -> Identity:

@@ -8,7 +8,6 @@ import pytest
 from swarm_plugins.errors import NumericError, ProtocolError
 from swarm_plugins.together.outer import (
     Update,
-    active_tensors,
     combine,
     first_state,
     outer_step,
@@ -20,7 +19,7 @@ from swarm_plugins.together.outer import (
 )
 
 SHAPES = [(3, 4), (5,), ()]
-RULE = {"aggregation": "mean", "max_norm_ratio": 2.0}
+RULE = {"max_norm_ratio": 2.0}
 
 
 def values(seed: int, scale: float = 1.0) -> list[np.ndarray]:
@@ -46,7 +45,7 @@ def test_an_update_keeps_sixteen_bits_of_each_value() -> None:
 
 
 def test_a_state_survives_the_wire_bit_by_bit() -> None:
-    state = outer_step(first_state(values(1)), [0, 1, 2], values(2), samples=7, lr=0.7, momentum=0.9)
+    state = outer_step(first_state(values(1)), values(2), samples=7, lr=0.7, momentum=0.9)
     assert len(state.blob) == state_bytes(SHAPES)
     back = read_state(state.blob, SHAPES)
     assert (back.round, back.samples, back.digest) == (1, 7, state.digest)
@@ -121,16 +120,10 @@ def test_a_huge_update_moves_the_mean_no_more_than_others_may(num_honest: int) -
     assert np.linalg.norm(flat(mean) - flat(without) * (1 - share)) <= 2.001 * max(norms) * share
 
 
-def test_a_trimmed_mean_drops_the_ends() -> None:
-    updates = [read_update(write_update([np.asarray([value], np.float32)]), [(1,)]) for value in (1.0, 1.2, -1.9)]
-    (mean,), _ = combine([(one, 10) for one in updates], aggregation="trimmed_mean", max_norm_ratio=2.0)
-    assert mean == pytest.approx([1.0], abs=1e-3)
-
-
 def test_the_outer_step_is_nesterovs() -> None:
     state = first_state([np.asarray([1.0], np.float32)])
     for _ in range(2):
-        state = outer_step(state, [0], [np.asarray([0.5])], samples=1, lr=0.7, momentum=0.9)
+        state = outer_step(state, [np.asarray([0.5])], samples=1, lr=0.7, momentum=0.9)
     # By hand: m = .5, w = 1 - .7 (.5 + .9 .5) = .335; m = .95, w = .335 - .7 (.5 + .9 .95) = -.6135.
     assert state.weights[0] == pytest.approx([-0.6135])
     assert state.momentum[0] == pytest.approx([0.95])
@@ -147,7 +140,7 @@ def test_it_equals_torchs_sgd() -> None:
         gradient = flat(values(seed))
         weight.grad = torch.tensor(gradient)
         sgd.step()
-        state = outer_step(state, [0], [gradient.astype(np.float64)], samples=1, lr=0.7, momentum=0.9)
+        state = outer_step(state, [gradient.astype(np.float64)], samples=1, lr=0.7, momentum=0.9)
     assert state.weights[0] == pytest.approx(weight.detach().numpy(), abs=1e-5)
 
 
@@ -156,26 +149,3 @@ def test_the_order_of_summation_changes_no_bit() -> None:
     one = update(4)
     backwards = Update(one.scales, [part.ravel()[::-1].copy() for part in one.values])
     assert one.norm == backwards.norm
-
-
-@pytest.mark.parametrize(
-    ("names", "alternate", "even", "odd"),
-    [
-        pytest.param(["q.lora_A.w", "q.lora_B.w"], True, [1], [0], id="lora"),
-        pytest.param(["q.lora_A.w", "q.lora_B.w"], False, [0, 1], [0, 1], id="both at once"),
-        pytest.param(["q.lora_A.w", "q.lora_B.w", "head"], True, [1, 2], [0, 2], id="and a head"),
-        pytest.param(["e.lora_embedding_A", "e.lora_embedding_B"], True, [1], [0], id="embedding"),
-        pytest.param(["q.ia3_l", "prompt"], True, [0, 1], [0, 1], id="no lora"),
-        pytest.param(["q.lora_A.w"], True, [0], [0], id="one half"),
-    ],
-)
-def test_halves_of_lora_take_turns(names: list[str], alternate: bool, even: list[int], odd: list[int]) -> None:
-    assert active_tensors(names, 0, alternate_lora=alternate) == even
-    assert active_tensors(names, 7, alternate_lora=alternate) == odd
-
-
-def test_with_one_half_fixed_the_mean_of_products_is_the_product_of_means() -> None:
-    random = np.random.default_rng(0)
-    half_a, halves_b = random.normal(size=(2, 6)), random.normal(size=(3, 5, 2))
-    mean = np.mean([half_b @ half_a for half_b in halves_b], axis=0)
-    assert np.mean(halves_b, axis=0) @ half_a == pytest.approx(mean)

@@ -15,7 +15,7 @@ from swarm_plugins.together import RunConfig, SharedRun
 from swarm_plugins.together.outer import outer_step
 
 SAMPLES = 4
-CONFIG = RunConfig(steps_per_round=3, alternate_lora=False)
+CONFIG = RunConfig(steps_per_round=3)
 
 
 class Others:
@@ -37,13 +37,9 @@ class Others:
         nobody.state = self.state
         return nobody
 
-    def active_in(self, _: Any) -> list[int]:
-        return [0]
-
     def close_round(self) -> None:
-        self.state = outer_step(
-            self.state, [0], [np.zeros((2, 3), np.float32)], samples=1, lr=0.7, momentum=0.5, typical=1.0
-        )
+        zeros = [np.zeros((2, 3), np.float32)]
+        self.state = outer_step(self.state, zeros, samples=1, lr=0.7, momentum=0.5, typical=1.0)
 
     async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool:
         assert base == self.state.digest
