@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_plugins.client.recent import Recent
+from swarm_plugins.recent import Recent
 
 SLACK_S = 2.5
 """Added to every deadline: a long request of another client may be running."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
-from swarm_plugins.client.recent import Recent
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.recent import Recent
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -8,8 +8,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from swarm_plugins.client.recent import Once, Recent
 from swarm_plugins.errors import printable
+from swarm_plugins.recent import Once, Recent
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from swarm_plugins.client.recent import Recent
+from swarm_plugins.recent import Recent
 from swarm_plugins.routing.chain import ServerEntry
 
 _MIN_CALLS = 3

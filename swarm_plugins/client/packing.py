@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from swarm_plugins.client.recent import Once, Recent
+from swarm_plugins.recent import Once, Recent
 from swarm_plugins.transport.messages import Codec
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from swarm_plugins.client.digests import changed_adapter_error
 from swarm_plugins.client.hops import Hops
 from swarm_plugins.client.paces import Paces
 from swarm_plugins.client.queues import MOST_AT_ONCE, Queues
-from swarm_plugins.client.recent import Recent
 from swarm_plugins.client.sharing import SharedWork
 from swarm_plugins.errors import (
     CapacityError,
@@ -34,6 +33,7 @@ from swarm_plugins.errors import (
     TransportError,
     UnknownAdapterError,
 )
+from swarm_plugins.recent import Recent
 from swarm_plugins.transport.channel import Channel, Transport
 from swarm_plugins.transport.messages import (
     AdapterStored,

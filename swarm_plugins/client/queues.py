@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from swarm_plugins.client.recent import Recent
+from swarm_plugins.recent import Recent
 
 MOST_AT_ONCE = 8
 """Requests at one server, which keeps twice as many of one client if no other has any."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from swarm_plugins.recent import Recent
 from swarm_plugins.routing.placement import Move, Placed, best_span, next_move, rank
 
 _MAX_REMEMBERED = 1024
@@ -59,7 +60,7 @@ class Turns:
         self.turn_s = turn_s
         self._moving_since: dict[tuple[str, range], float] = {}
         self._due: tuple[Move, float] | None = None
-        self._late: dict[str, None] = {}
+        self._late: Recent[str, None] = Recent(_MAX_REMEMBERED)
 
     def mine(self, snapshot: Snapshot, now: float) -> Move | None:
         """Returns the move that this server should make at a monotonic time, or None."""
@@ -75,8 +76,6 @@ class Turns:
             self._due = (move, now)
         elif now - self._due[1] > self.turn_s:
             self._late[move.peer] = None
-            if len(self._late) > _MAX_REMEMBERED:
-                del self._late[next(iter(self._late))]
         return None
 
     def _stuck(self, movers: Sequence[Placed], now: float) -> set[str]:

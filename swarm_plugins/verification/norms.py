@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from swarm_plugins.recent import Recent
 
 _MARGIN = 1.5
 """Factor beyond the smallest and largest ratio seen at which an answer is odd."""
@@ -31,15 +32,12 @@ class NormRanges:
     """Learns from answers that were found right; an odd one is a reason to check, and no more than that."""
 
     def __init__(self) -> None:
-        self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()
+        self._ranges: Recent[Hashable, _Range] = Recent(_MAX_KEYS)
 
     def learn(self, key: Hashable, ratio: float) -> None:
         """Widens the range of a kind of call."""
-        known = self._ranges.setdefault(key, _Range(ratio, ratio, 0))
+        known = self._ranges[key] = self._ranges.get(key) or _Range(ratio, ratio, 0)
         known.least, known.most, known.count = min(known.least, ratio), max(known.most, ratio), known.count + 1
-        self._ranges.move_to_end(key)
-        if len(self._ranges) > _MAX_KEYS:
-            self._ranges.popitem(last=False)
 
     def is_odd(self, key: Hashable, ratio: float) -> bool:
         """Returns whether a ratio is far from all that were right."""

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Hashable
 from typing import Literal
 
-from swarm_plugins.client.recent import Recent
+from swarm_plugins.recent import Recent
 
 FIRST_CALLS = 4
 """Calls of a new server whose answers wait for their check."""

@@ -13,8 +13,8 @@ from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
 from swarm_plugins.client.hops import SlotNames
-from swarm_plugins.client.recent import Once
 from swarm_plugins.errors import MissingBlocksError, SwarmError
+from swarm_plugins.recent import Once
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
 from swarm_plugins.routing.pipeline import Schedule, best_schedule

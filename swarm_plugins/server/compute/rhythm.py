@@ -9,9 +9,11 @@ all of them whenever ``w < a``. That is the rule, with ``a`` and each session's 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+
+from swarm_plugins.recent import Recent
 
 _MAX_SESSIONS = 1024
 _MAX_GAP_S = 1.0
@@ -42,15 +44,12 @@ class Rhythm:
     """Learns how long forwards take and when sessions come back. Used by one thread."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()
+        self._sessions: Recent[Hashable, _Session] = Recent(_MAX_SESSIONS)
         self._runs: deque[tuple[int, float]] = deque(maxlen=_NUM_RUNS)
 
     def arrived(self, session: Hashable, now: float) -> None:
         """Notes that a session has sent its next step."""
-        known = self._sessions.setdefault(session, _Session())
-        self._sessions.move_to_end(session)
-        while len(self._sessions) > _MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        known = self._sessions[session] = self._sessions.get(session) or _Session()
         if not known.is_running:
             gap_s = max(0.0, now - known.answered)
             known.gap_s = gap_s if known.gap_s is None else (known.gap_s + gap_s) / 2

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
+from swarm_plugins.recent import Recent
+
 _MAX_CLOCKS = 4096
 """Clocks remembered; a forgotten one starts at the present."""
 
@@ -47,7 +49,7 @@ class _Clocks:
     """How much each of some names has had, and where a new one starts."""
 
     def __init__(self) -> None:
-        self._at: dict[str, float] = {}
+        self._at: Recent[str, float] = Recent(_MAX_CLOCKS)
         self._present = 0.0
 
     def at(self, name: str) -> float:
@@ -56,11 +58,7 @@ class _Clocks:
     def advance(self, name: str, amount: float) -> None:
         start = self.at(name)
         self._present = start
-        # Re-inserted at the end, so that the first is the oldest.
-        self._at.pop(name, None)
         self._at[name] = start + amount
-        while len(self._at) > _MAX_CLOCKS:
-            del self._at[next(iter(self._at))]
 
 
 class Turns:
@@ -69,7 +67,7 @@ class Turns:
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
         self._groups = _Clocks()
-        self._peers: dict[str, _Clocks] = {}
+        self._peers: Recent[str, _Clocks] = Recent(_MAX_CLOCKS)
 
     def order(self, waiting: Sequence[W]) -> list[W]:
         """Returns all work in the order in which it should run; a peer's own keeps its order."""
@@ -102,10 +100,7 @@ class Turns:
         self._clocks(group).advance(peer, num_tokens)
 
     def _clocks(self, group: str) -> _Clocks:
-        found = self._peers.pop(group, None) or _Clocks()
-        self._peers[group] = found
-        while len(self._peers) > _MAX_CLOCKS:
-            del self._peers[next(iter(self._peers))]
+        found = self._peers[group] = self._peers.get(group) or _Clocks()
         return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
+from swarm_plugins.recent import Recent
 from swarm_plugins.transport.admission.addresses import Origin
 
 _MAX_CALLERS = 4096
@@ -13,38 +14,58 @@ _CALL_BYTES = 64 << 10
 """Of an answer that takes as much work as a call."""
 
 
-class CallBudget:
-    """A budget of calls for each caller: a burst, then so many a second.
+class Bucket:
+    """A token bucket: holds a burst, and fills up again by so much a second.
 
     Args:
-        burst: Calls that may come at once.
-        per_s: Calls a second after them.
+        burst: What may be taken at once.
+        per_s: What comes back in a second.
         clock: Monotonic seconds; tests pass their own.
     """
 
     def __init__(self, burst: float, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.per_s = per_s
         self._burst = burst
+        self._per_s = per_s
         self._clock = clock
-        self._left: OrderedDict[object, tuple[float, float]] = OrderedDict()
+        self._left = float(burst)
+        self._since = clock()
+
+    def charge(self, amount: float) -> None:
+        """Takes an amount, which may leave a debt."""
+        self._left = self.left - amount
+        self._since = self._clock()
+
+    @property
+    def left(self) -> float:
+        """What may be taken now; below 0, a debt."""
+        return min(self._burst, self._left + (self._clock() - self._since) * self._per_s)
+
+    @property
+    def debt_s(self) -> float:
+        """Seconds until there is no debt any more."""
+        return max(0.0, -self.left / self._per_s)
+
+
+class CallBudget:
+    """A bucket of calls for each caller; arguments as for `Bucket`."""
+
+    def __init__(self, burst: float, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_s = per_s
+        self._full = functools.partial(Bucket, burst, per_s, clock)
+        self._buckets: Recent[object, Bucket] = Recent(_MAX_CALLERS)
 
     def take(self, caller: object) -> bool:
         """Counts a call; returns whether the caller had one left."""
-        is_allowed = self._left_of(caller) >= 1
+        found = self._buckets.get(caller)
+        is_allowed = found is None or found.left >= 1
         if is_allowed:
             self.charge(caller, 1.0)
         return is_allowed
 
     def charge(self, caller: object, calls: float) -> None:
         """Counts work as so many calls, which may leave a debt."""
-        self._left[caller] = (self._left_of(caller) - calls, self._clock())
-        self._left.move_to_end(caller)
-        if len(self._left) > _MAX_CALLERS:
-            self._left.popitem(last=False)
-
-    def _left_of(self, caller: object) -> float:
-        left, since = self._left.get(caller, (self._burst, self._clock()))
-        return min(self._burst, left + (self._clock() - since) * self.per_s)
+        bucket = self._buckets[caller] = self._buckets.get(caller) or self._full()
+        bucket.charge(calls)
 
 
 class CallBudgets:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,8 @@ from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.admission.budgets import CallBudget, CallBudgets
+from swarm_plugins.recent import Recent
+from swarm_plugins.transport.admission.budgets import Bucket, CallBudget, CallBudgets
 from swarm_plugins.transport.admission.gate import REFUSED, Gate
 from swarm_plugins.transport.admission.origins import Origins, list_connections
 from swarm_plugins.transport.daemon.process import ignore_error
@@ -33,7 +33,6 @@ _BYTES_PER_S = 64 << 20
 _MESSAGE_BYTES = _BYTES_PER_S // 4000
 _CALL_BYTES = _BYTES_PER_S // 500
 _IGNORE_S = 10.0
-_MAX_IGNORED = 4096
 
 
 class PacedReader:
@@ -41,23 +40,20 @@ class PacedReader:
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
-        self._left = float(_BURST_BYTES)
-        self._since = time.monotonic()
+        self._bytes = Bucket(_BURST_BYTES, _BYTES_PER_S)
 
     async def readexactly(self, num_bytes: int) -> bytes:
         """Returns the next bytes, when their time has come."""
         data = await self._reader.readexactly(num_bytes)
         if num_bytes > 1:  # a single byte is part of a length
             self.charge(num_bytes + _MESSAGE_BYTES)
-            if self._left < 0:
-                await asyncio.sleep(-self._left / _BYTES_PER_S)
+            if (debt_s := self._bytes.debt_s) > 0:
+                await asyncio.sleep(debt_s)
         return data
 
     def charge(self, num_bytes: int) -> None:
         """Counts work as so many bytes."""
-        now = time.monotonic()
-        self._left = min(_BURST_BYTES, self._left + (now - self._since) * _BYTES_PER_S) - num_bytes
-        self._since = now
+        self._bytes.charge(num_bytes)
 
 
 class _PacedConnector(DaemonConnector):  # type: ignore[misc]  # hivemind has no types
@@ -78,14 +74,12 @@ class _Control(ControlClient):  # type: ignore[misc]  # hivemind has no types
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ignored: OrderedDict[bytes, float] = OrderedDict()
+        self._ignored: Recent[bytes, float] = Recent()
         """Peer ids, as bytes, and until when."""
 
     def ignore(self, peer: bytes) -> None:
         """Ignores the calls of a peer for a while."""
         self._ignored[peer] = time.monotonic() + _IGNORE_S
-        if len(self._ignored) > _MAX_IGNORED:
-            self._ignored.popitem(last=False)
 
     async def _handle_persistent_request(self, call_id: Any, request: Any) -> None:
         if self._ignored.get(request.peer, 0.0) > time.monotonic():

@@ -23,7 +23,7 @@ import shlex
 import stat
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
+from swarm_plugins.recent import Recent
 from swarm_plugins.transport.admission.addresses import origin_of
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Gate:
         self._open = open_stream
         self._allowed = None if allowed is None else frozenset(allowed)
         self._key = None if secret is None else Scrypt(salt=_DOMAIN, length=32, n=2**14, r=8, p=1).derive(secret)
-        self._proven: OrderedDict[str, float] = OrderedDict()
+        self._proven: Recent[str, float] = Recent(_MAX_PROVEN)
         self._lock = threading.Lock()
         self._answering: dict[asyncio.Timeout, tuple[str, bytes]] = {}
         """Of the proofs under way, the oldest first: until when, of which peer, at which address."""
@@ -236,9 +237,6 @@ class Gate:
     def _note(self, peer: str) -> None:
         with self._lock:
             self._proven[peer] = time.monotonic()
-            self._proven.move_to_end(peer)
-            if len(self._proven) > _MAX_PROVEN:
-                self._proven.popitem(last=False)
 
     def _has_proven(self, peer: str, within_s: float) -> bool:
         return time.monotonic() - self._proven.get(peer, float("-inf")) < within_s

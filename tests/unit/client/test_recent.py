@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from swarm_plugins.client import recent
+from swarm_plugins import recent
 from swarm_plugins.client.hops import Hops
-from swarm_plugins.client.recent import Once, Recent
+from swarm_plugins.recent import Once, Recent
 
 
 def test_the_entry_set_longest_ago_is_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""Bounded memory of other peers: identities are free, so whoever has many must not fill this client's memory."""
+"""A bounded dictionary, above all of other peers: identities are free, so many of them must not fill memory."""
 
 from __future__ import annotations
 
