@@ -119,7 +119,7 @@ class CallStack:
 
     def __init__(self, layers: BlockList, config: PreTrainedConfig) -> None:
         self._layers = layers
-        self._config = config
+        self.config = config
         self._idle_attention: str = config._attn_implementation
         self._attention = self._idle_attention
         self.current: Call | None = None
@@ -142,7 +142,7 @@ class CallStack:
         self._layers.set_active(None if new is None else new.table)
         attention = self._idle_attention if new is None else new.attention
         if self._attention != attention:
-            self._config._attn_implementation = self._attention = attention
+            self.config._attn_implementation = self._attention = attention
         if new is not None:
             for module, forward in new.patches.items():
                 # Hides the class's method; bypasses nn.Module's attribute hook for speed.

@@ -5,16 +5,17 @@ through one is forty small operations between four large products, and a call of
 query, key and value are one product, and so are gate and up; queries and keys are rotated together; norms are one
 operation. The weights of joined products lie one behind the other, and the layer's own parameters are views of them.
 
-Which layers are such copies is read off the code of their functions, so a family that differs is left as it is. What an
-adapter patches, a quantized layer, and a block of experts run as the modules that they are.
+Such families are listed. Before a block of one is replaced, a small layer of its class runs both ways; should they differ
+in some version of transformers, the block runs as it is. What an adapter patches, a quantized layer, and a block of
+experts run as the modules that they are.
 
 Letters in shapes: ``B`` rows, ``S`` tokens, ``D`` width, ``H`` heads, ``W`` head width, ``F`` inner width.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,24 +23,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from swarm_plugins.blocks.attending import SDPA, attend
-from swarm_plugins.blocks.calls import CallStack
+from swarm_plugins.blocks.calls import BlockList, CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
 
-_MODELS = (llama.LlamaModel, mistral.MistralModel, mixtral.MixtralModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
-_LAYERS = (llama.LlamaDecoderLayer, mixtral.MixtralDecoderLayer)
-_PLAIN_ATTENTION = (llama.LlamaAttention, mixtral.MixtralAttention, qwen2.Qwen2Attention)
-_NORMED_ATTENTION = (qwen3.Qwen3Attention,)
-"""Queries and keys are normed before they are rotated."""
-_NORMS = (llama.LlamaRMSNorm,)
-_MLPS = (llama.LlamaMLP,)
+log = logging.getLogger(__name__)
+
+_DIRECT_FAMILIES = {"arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+"""Families of transformers whose models are copies of Llama's, too."""
+_FAMILIES = _DIRECT_FAMILIES | {"cwm", "dots1", "mellum", "ministral", "qwen2_moe", "solar_open"}
+"""Families of transformers whose decoder layers are copies of Llama's, Qwen2's, Qwen3's or Mixtral's."""
+_SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    # Families of experts: their first layer is dense where that is possible.
+    "first_k_dense_replace": 1,
+    "mlp_only_layers": [0],
+    "moe_intermediate_size": 8,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1 << 18,  # above every special token that a config begins with
+}
+"""Settings of the layer by which a family is compared with its fused block."""
 _FEW_ROWS = 16
 """Products of so many rows are joined, as far as nothing else speaks against it."""
 _FEWEST_ROWS = 4
@@ -58,14 +70,15 @@ class FusedBlock:
         self._rotation = rotation
         self._attention = attention
         self._norms = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
-        is_normed = _is_any(attention, _NORMED_ATTENTION)
+        is_normed = hasattr(attention, "q_norm")
         self._head_norms = (Norm(attention.q_norm), Norm(attention.k_norm)) if is_normed else None
         self._head_width: int = attention.head_dim
         self._projections = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj], _FEW_ROWS)
         self._output = PlainLinear(attention.o_proj)
         self._num_heads = [one.out_features // self._head_width for one in self._projections.parts]
         self._mlp = mlp
-        self._gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj], 1) if _is_any(mlp, _MLPS) else None
+        is_dense = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        self._gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj], 1) if is_dense else None
         self._down = None if self._gate_up is None else PlainLinear(mlp.down_proj)
         self._is_silu = self._gate_up is not None and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
         modules = (
@@ -251,7 +264,7 @@ class JoinedLinear:
 
 
 def fused_block(layer: nn.Module, calls: CallStack, rotation: Rotation) -> FusedBlock | None:
-    """Returns what runs a block with fewer operations; None if its code is not known.
+    """Returns what runs a block with fewer operations; None if its family is not known.
 
     Joins the weights of its linear layers in memory. The attention must be transformers' ``sdpa``.
 
@@ -260,16 +273,9 @@ def fused_block(layer: nn.Module, calls: CallStack, rotation: Rotation) -> Fused
         calls: Tells the attention implementation of the running call.
         rotation: Shared by all blocks of a model.
     """
-    attention: Any = getattr(layer, "self_attn", None)
-    if not _is_any(layer, _LAYERS) or not _is_any(attention, _PLAIN_ATTENTION + _NORMED_ATTENTION):
+    if _family(layer) not in _FAMILIES or not _equals_fused(type(layer), type(calls.config)):
         return None
-    names = vars(sys.modules[type(attention).__module__])
-    if not all(_is_same(names.get(name), getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")):
-        return None
-    norms = [getattr(layer, "input_layernorm", None), getattr(layer, "post_attention_layernorm", None)]
-    if _is_any(attention, _NORMED_ATTENTION):
-        norms += [attention.q_norm, attention.k_norm]
-    return FusedBlock(layer, calls, rotation) if all(_is_any(norm, _NORMS) for norm in norms) else None
+    return FusedBlock(layer, calls, rotation)
 
 
 def rotates_then_runs_blocks(model: nn.Module) -> bool:
@@ -279,26 +285,35 @@ def rotates_then_runs_blocks(model: nn.Module) -> bool:
     """
     config: Any = model.config
     has_window = getattr(config, "sliding_window", None) is not None
-    return not has_window and _is_any(model, _MODELS) and isinstance(model.norm, nn.Identity)
+    return not has_window and _family(model) in _DIRECT_FAMILIES and isinstance(model.norm, nn.Identity)
 
 
-def _is_any(module: object, references: Sequence[Any]) -> bool:
-    """Returns whether a module's forward has the code of a reference's."""
-    forward = getattr(type(module), "forward", None)
-    return any(_is_same(forward, reference.forward) for reference in references)
+@functools.cache
+def _equals_fused(layer_class: Any, config_class: Any) -> bool:
+    """Returns whether a small layer of a class computes what its fused block does, in this version of transformers."""
+    config = config_class(**_SMALL)
+    config._attn_implementation, config._experts_implementation = SDPA, "eager"
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        layer = layer_class(config, 0).float().eval().requires_grad_(False)
+        for parameter in layer.parameters():
+            parameter.normal_()
+        hidden = torch.randn(2, 3, _SMALL["hidden_size"], dtype=torch.float32)
+        angles = torch.randn(2, 3, _SMALL["head_dim"] // 2, dtype=torch.float32).repeat(1, 1, 2)
+    embeddings = angles.cos(), angles.sin()
+    with torch.no_grad():
+        expected = layer(hidden, position_embeddings=embeddings)
+        fused = FusedBlock(layer, CallStack(BlockList([layer]), config), Rotation())
+        is_equal = torch.allclose(fused(hidden, position_embeddings=embeddings), expected, rtol=1e-4, atol=1e-4)
+    if not is_equal:
+        log.warning("%s differs from its fused block in this version of transformers, and runs as it is", layer_class)
+    return is_equal
 
 
-def _is_same(one: Callable[..., Any] | None, other: Callable[..., Any]) -> bool:
-    return one is not None and _code(one) is not None and _code(one) == _code(other)
-
-
-def _code(function: Callable[..., Any]) -> tuple[object, ...] | None:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return None
-    # Strings are docstrings.
-    constants = [one for one in code.co_consts if not isinstance(one, str)]
-    return code.co_code, code.co_names, code.co_varnames, constants
+def _family(module: nn.Module) -> str:
+    """Returns the family of a module that transformers implements: ``llama``; empty for any other module."""
+    path = type(module).__module__.split(".")
+    return path[2] if path[:2] == ["transformers", "models"] else ""
 
 
 def _join(parts: Sequence[nn.Parameter]) -> Tensor:

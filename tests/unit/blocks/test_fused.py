@@ -6,6 +6,7 @@ That their results are transformers', bit by bit, is what the tests of forwards 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,21 @@ import torch
 from blocks_kit import BLOCKS, WIDTH, Pair, states
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from swarm_plugins.blocks import KVCache, SpanInputs, StepInputs, load_span
-from swarm_plugins.blocks.fused import FusedBlock, JoinedLinear, plain_product
+from swarm_plugins.blocks.calls import BlockList, CallStack
+from swarm_plugins.blocks.fused import (
+    _FAMILIES,
+    _SMALL,
+    FusedBlock,
+    JoinedLinear,
+    Rotation,
+    _equals_fused,
+    fused_block,
+    plain_product,
+)
 from swarm_plugins.moe.activation import gated_silu
 from swarm_plugins.testing.models import FAMILIES
 
@@ -73,6 +86,28 @@ def test_families_with_the_code_of_llama_run_with_fewer_operations(family: str, 
         assert ours.count < 0.75 * theirs.count
     else:
         assert (ours.count < theirs.count) == (family in KNOWN)
+
+
+@pytest.mark.parametrize("family", sorted(_FAMILIES))
+def test_listed_families_compute_what_their_fused_blocks_do(family: str) -> None:
+    config_class = type(AutoConfig.for_model(family))
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    [layer_class] = [one for name, one in vars(module).items() if name.endswith("DecoderLayer")]
+    assert _equals_fused(layer_class, config_class)
+
+
+def test_a_family_that_has_changed_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Changed(LlamaDecoderLayer):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            result: Tensor = super().forward(hidden_states, **kwargs) * 1.001
+            return result
+
+    Changed.__module__ = LlamaDecoderLayer.__module__
+    layer = Changed(LlamaConfig(**_SMALL), 0)
+    weight = layer.self_attn.q_proj.weight.data_ptr()
+    assert fused_block(layer, CallStack(BlockList([layer]), LlamaConfig(**_SMALL)), Rotation()) is None
+    assert layer.self_attn.q_proj.weight.data_ptr() == weight
+    assert "runs as it is" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [1, 3])
