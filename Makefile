@@ -84,7 +84,7 @@ chaos-short: $(STAMP)
 
 # The paper's claims about small models: hours on two cores. Killed, it goes on; what has finished is kept.
 study: $(STAMP)
-	$(BIN)/python recipes/prmoe_study.py --dir runs/prmoe_study $(STUDY_ARGS)
+	$(BIN)/python -m recipes.study --dir runs/prmoe_study $(STUDY_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
 SwarmMonitor                    Lightning: logs bytes, round trips, failures and retries of each step
 find_adapters, load_adapter     find published adapters; load one, checking the version of its base
 LocalSwarm                      a swarm of `swarm serve` processes on this machine
-swarm serve | status | bench    the same from the command line
+swarm serve | status | demo     the same from the command line
 ```
 
 Importing this package opens no socket, starts no process and loads no torch: names are resolved at first use. It makes

@@ -78,7 +78,7 @@ def torch_cpu_s() -> float:
     return cpu_seconds("-c", "import torch")[1]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["status", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["status", "--help"]])
 def test_help_costs_less_cpu_than_half_an_import_of_torch(arguments: list[str], torch_cpu_s: float) -> None:
     text, cpu_s = cpu_seconds("-m", "swarm_plugins", *arguments)
     assert "Usage" in text

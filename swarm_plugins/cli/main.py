@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from swarm_plugins import __version__
-from swarm_plugins.cli import bench
 from swarm_plugins.cli.api import api
 from swarm_plugins.cli.audit import audit
-from swarm_plugins.cli.bench_network import network
 from swarm_plugins.cli.chat import chat, run
 from swarm_plugins.cli.demo import demo, demo_model
 from swarm_plugins.cli.eval import evaluate
@@ -56,8 +54,6 @@ for _panel, _commands in _PANELS.items():
         app.command(
             _NAMES.get(_command), rich_help_panel=_panel, context_settings=_PASSING_ON if _command is fit else None
         )(_command)
-bench.app.command()(network)
-app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         lines = [line for block in blocks(page, "console") for line in block.splitlines()]
-        inline = re.findall(r"`(swarm (?:serve|status|bench)[^`]*)`", page.read_text())
+        inline = re.findall(r"`(swarm (?:serve|status)[^`]*)`", page.read_text())
         found += [(page_id(page), line) for line in [*lines, *inline] if line.startswith("swarm ")]
     return found
 

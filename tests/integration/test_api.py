@@ -145,7 +145,7 @@ def test_the_bench_counts_clients_and_the_second_turn(tmp_path: Path) -> None:
     model = save_model("llama", tmp_path / "base", num_layers=2)
     path = tmp_path / "figures.json"
     words = ["--servers", "1", "--clients", "2", "--chars", "100", "--new-tokens", "4", "--rounds", "1"]
-    command = [sys.executable, "-m", "swarm_plugins", "bench", "api", *words, "--model", str(model)]
+    command = [sys.executable, "-m", "recipes.benchmarks", "api", *words, "--model", str(model)]
     result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     figures = json.loads(path.read_text())["figures"]

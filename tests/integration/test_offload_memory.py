@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from swarm_plugins.bench.offload.model import write_random_moe
+from recipes.benchmarks.offload.model import write_random_moe
 
 MB = 10**6
 LIMIT_BYTES = 130 * MB

@@ -27,7 +27,7 @@ class Hiding(PathFinder):
 sys.meta_path[:] = [Hiding if one is PathFinder else one for one in sys.meta_path]
 """
 # Parts that are for Lightning, or use it in a file of their own.
-WITH_LIGHTNING = {"strategy", "callbacks", "recipes", "demo", "bench"}
+WITH_LIGHTNING = {"strategy", "callbacks", "recipes", "demo"}
 
 
 def run(code: str, *arguments: object) -> Any:
@@ -90,7 +90,6 @@ def test_only_parts_for_lightning_need_it() -> None:
     assert "swarm_plugins.demo.model" not in needing
     assert "swarm_plugins.recipes.rows" not in needing
     assert "swarm_plugins.callbacks.loading" not in needing
-    assert [name for name in needing if ".bench" in name] == ["swarm_plugins.bench.together.member"]
 
 
 SENTENCES = """
@@ -107,9 +106,7 @@ def refused(make):
 
 found = [refused(lambda: getattr(swarm_plugins, name)) for name in ("SwarmStrategy", "FabricExpertParallelStrategy")]
 found += [refused(lambda: swarm_plugins.HubAdapterCallback), refused(lambda: swarm_plugins.recipes.TextData)]
-for words in (
-    ["fit", "--config", "recipe.yaml"], ["demo", "--dir", sys.argv[1]], ["bench", "together", "--model", sys.argv[2]]
-):
+for words in ["fit", "--config", "recipe.yaml"], ["demo", "--dir", sys.argv[1]]:
     result = CliRunner().invoke(app, words)
     found.append([result.exit_code, result.output])
 print(json.dumps(found))
@@ -117,8 +114,8 @@ print(json.dumps(found))
 
 
 def test_what_needs_it_says_in_one_sentence_how_to_install_it(tmp_path: Path) -> None:
-    found = run(SENTENCES, tmp_path / "demo", save_tiny("llama", tmp_path / "model"))
-    assert len(found) == 7
+    found = run(SENTENCES, tmp_path / "demo")
+    assert len(found) == 6
     for code, said in found:
         assert code == 1
         assert "is missing: install it, in the checkout, with: pip install -c constraints.txt -e '.[lightning]'" in said

@@ -41,7 +41,9 @@ SERVE_WORDS = OFFLOAD_WORDS | {field: f"--{field.replace('_', '-')}" for field i
 
 
 @contextlib.contextmanager
-def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) -> Iterator[None]:
+def one_sentence_errors(
+    command: str, words: Mapping[str, str] | None = None, *, program: str = "swarm"
+) -> Iterator[None]:
     """Turns an error of the package or the system into one sentence and an exit code.
 
     It is 2 for a wrong setting or an argument that cannot be parsed, 1 for other errors, and 130 for Ctrl-C.
@@ -62,7 +64,7 @@ def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) ->
         raise typer.Exit(130) from None
     else:
         return
-    typer.echo(f"swarm {command}: {fault}", err=True)
+    typer.echo(f"{program} {command}: {fault}", err=True)
     raise typer.Exit(code)
 
 

@@ -1,4 +1,4 @@
-"""`swarm quantize` and `swarm bench quality` on a toy: what they print, and how they refuse."""
+"""`swarm quantize` on a toy: what it prints, and how it refuses."""
 
 from __future__ import annotations
 
@@ -66,47 +66,7 @@ def test_quantize_refuses_a_place_below_a_file(model: Path, tmp_path: Path) -> N
     assert "notes is a file: give another directory" in output
 
 
-def test_quality_names_a_directory_that_is_none(tmp_path: Path) -> None:
-    code, output = run("bench", "quality", "--model", tmp_path / "none")
-    assert code == 2
-    assert "there is no directory" in output
-
-
 def test_quantize_refuses_a_model_without_experts(tmp_path: Path) -> None:
     code, output = run("quantize", save_tiny("llama", tmp_path / "llama"), "--out", tmp_path / "q")
     assert code == 1
     assert "has no experts" in output
-
-
-def test_quality_compares_each_pair_of_widths_with_the_widest(model: Path, tmp_path: Path) -> None:
-    text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
-    text.write_text("we came over the pass in the late afternoon when the wind had dropped " * 4)
-    widths = ["--experts", 16, "--experts", "nf4", "--attention", 16, "--attention", 4]
-    code, output = run(
-        "bench", "quality", "--model", model, *widths, "--text", text, "--pieces", 3, "--length", 16, "--json", figures
-    )
-    assert code == 0
-    assert "48 tokens of text.txt" in output
-    found = json.loads(figures.read_text())
-    rows = {(row["attention_bits"], row["expert_bits"]): row for row in found["rows"]}
-    assert rows.keys() == {(16, 16), (16, "nf4"), (4, 16), (4, "nf4")}
-    assert rows[16, 16]["loss_change"]["mean"] == 0.0
-    assert all(abs(row["loss_change"]["mean"]) > 1e-4 for key, row in rows.items() if key != (16, 16))
-    # The same experts, so the same difference between the rests.
-    sizes = {key: row["num_bytes"] for key, row in rows.items()}
-    assert sizes[16, 16] - sizes[4, 16] == sizes[16, "nf4"] - sizes[4, "nf4"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        pytest.param(["--experts", 7], "invalid --experts '7': expected 2, 3, 4, 8, 16 or nf4", id="experts"),
-        pytest.param(["--length", 4000], "tokens, at least 8000 are needed: give a longer one", id="short"),
-    ],
-)
-def test_quality_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments: list[object], words: str) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("we came over the pass")
-    code, output = run("bench", "quality", "--model", model, "--text", text, *arguments)
-    assert code == 2
-    assert words in output

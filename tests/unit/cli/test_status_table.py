@@ -146,7 +146,7 @@ def test_status_without_an_address_says_how_to_give_one(monkeypatch: pytest.Monk
     assert "give --initial-peers ADDRESS" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["status"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["status"]])
 def test_every_command_explains_itself(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0

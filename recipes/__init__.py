@@ -1,0 +1,1 @@
+"""Recipes, benchmarks and a study: programs to run from a checkout."""

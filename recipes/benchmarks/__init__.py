@@ -1,0 +1,1 @@
+"""The benchmarks, each a ratio against the same model run locally: ``python -m recipes.benchmarks --help``."""

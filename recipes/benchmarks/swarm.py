@@ -1,0 +1,50 @@
+"""The swarm's side of a comparison: the model served on this machine, in turns with the local one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from transformers import PreTrainedModel
+
+from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
+from recipes.benchmarks.arms import frozen
+from recipes.benchmarks.figures import Figure
+from recipes.benchmarks.measure import Arm, take_turns
+from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
+
+
+def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConfig | None = None) -> PreTrainedModel:
+    """Loads the client's share of the model; its blocks run on the swarm."""
+    return model_on(directory, connect(initial_peers, config or SwarmConfig()))
+
+
+def model_on(directory: Path, connection: SwarmConnection) -> PreTrainedModel:
+    """Loads the client's share of the model, whose blocks run on the servers of a connection."""
+    return frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=torch.float32))
+
+
+def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
+    """Returns the bytes in memory of some blocks' weights in a local model."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    return sum(tensor.numel() * tensor.element_size() for index in blocks for tensor in layers[index].parameters())
+
+
+def compare(
+    name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
+) -> Figure:
+    """Runs the local model and the swarm in turns; returns milliseconds of both and the ratio of their speeds."""
+    take_turns(name, [here, there], rounds=rounds, progress=progress)
+    return Figure(
+        name=name,
+        unit=unit,
+        local=here.median_s * 1e3,
+        swarm=there.median_s * 1e3,
+        ratio=here.median_s / there.median_s,
+        goal=goal,
+        cpu_ratio=there.cpu_ratio(here),
+        rounds=rounds,
+    )

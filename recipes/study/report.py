@@ -1,0 +1,190 @@
+"""What a study found: one record of all figures, a verdict on each claim, and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from recipes.study.arms import CLAIMS, Claim, Plan
+from recipes.study.corpus import CorpusFacts
+from recipes.study.intervals import Interval, t_interval
+from recipes.study.training import Place
+
+SHOWN = "shown"
+NOT_SHOWN = "not shown"
+OPPOSITE = "not shown; the opposite was measured"
+TOO_FEW = "not shown; too few seeds"
+MISSING = "not run"
+FEWEST_SEEDS = 3
+"""Paired seeds below which nothing is shown, whatever the interval: two may agree by chance."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A claim and what the runs say about it, over paired seeds; None without runs."""
+
+    claim: Claim
+    difference: Interval | None
+    """Loss of the other arm minus loss of the arm that the claim prefers, nats per byte."""
+    evidence: Interval | None
+    """What the claim says is positive; the difference itself unless the claim has a baseline."""
+
+    @property
+    def verdict(self) -> str:
+        """``shown`` only if the whole interval supports the claim."""
+        if self.evidence is None:
+            return MISSING
+        if self.evidence.count < FEWEST_SEEDS:
+            return TOO_FEW
+        if self.evidence.is_above_zero:
+            return SHOWN
+        return OPPOSITE if self.evidence.is_below_zero else NOT_SHOWN
+
+
+def judge(claim: Claim, losses: Mapping[str, Mapping[str, float]]) -> Outcome:
+    """Compares the arms of a claim on the seeds that all of them have finished.
+
+    Args:
+        claim: The claim.
+        losses: Held-out losses by arm and seed.
+    """
+    seeds = sorted(set.intersection(*(set(losses.get(arm, ())) for arm in claim.arms)))
+    if not seeds:
+        return Outcome(claim, None, None)
+    paired = [{arm: losses[arm][seed] for arm in claim.arms} for seed in seeds]
+    return Outcome(
+        claim, t_interval(list(map(claim.difference, paired))), t_interval(list(map(claim.evidence, paired)))
+    )
+
+
+def collect(plan: Plan, seeds: Sequence[int], corpus: CorpusFacts, place: Place) -> dict[str, Any]:
+    """Returns the figures of all finished runs as plain data, and names those that are missing."""
+    arms: dict[str, Any] = {}
+    missing = []
+    for seed in seeds:
+        for arm, run in plan.runs(seed, corpus.digest).items():
+            found = place.result(run)
+            if found is None:
+                missing.append(f"{arm}, seed {seed}")
+                continue
+            entry = arms.setdefault(
+                arm,
+                {"experts": run.shape.experts, "width": run.shape.width, "parameters": found["parameters"]}
+                | {"losses": {}, "curves": {}, "cpu_s": {}, "tokens": found["tokens"], "versions": found["versions"]},
+            )
+            entry["losses"][str(seed)] = found["loss"]
+            entry["curves"][str(seed)] = found["curve"]
+            entry["cpu_s"][str(seed)] = found["cpu_s"]
+    return {"plan": asdict(plan), "corpus": asdict(corpus), "seeds": list(seeds), "missing": missing, "arms": arms}
+
+
+def outcomes(figures: Mapping[str, Any]) -> list[Outcome]:
+    """Returns the verdict on every claim."""
+    losses = {arm: entry["losses"] for arm, entry in figures["arms"].items()}
+    return [judge(claim, losses) for claim in CLAIMS]
+
+
+def as_markdown(figures: Mapping[str, Any]) -> str:
+    """Returns the tables of the report: budget, claims, arms and costs."""
+    parts = [_budget(figures), _claims(figures), _arms(figures)]
+    if "cost" in figures:
+        parts.append(_costs(figures))
+    return "\n\n".join(parts) + "\n"
+
+
+def _budget(figures: Mapping[str, Any]) -> str:
+    arms, corpus, training = figures["arms"], figures["corpus"], figures["plan"]["training"]
+    cpu_h = sum(sum(entry["cpu_s"].values()) for entry in arms.values()) / 3600
+    num_runs = sum(len(entry["losses"]) for entry in arms.values())
+    tokens = training["steps"] * training["rows"] * training["length"]
+    megabytes = corpus["train_bytes"] * tokens / corpus["train_tokens"] / 1e6
+    rows = [
+        ("runs", f"{num_runs} ({len(arms)} arms, seeds {', '.join(map(str, figures['seeds']))})"),
+        ("runs missing", "; ".join(figures["missing"]) or "none"),
+        (
+            "a run",
+            f"{training['steps']} steps of {training['rows']} x {training['length']} tokens: "
+            f"{tokens / 1e6:.2f} million tokens, {megabytes:.1f} MB of text",
+        ),
+        ("training time", f"{cpu_h:.2f} CPU hours"),
+        (
+            "text",
+            f"{corpus['train_files']} files, {corpus['train_bytes'] / 1e6:.1f} MB; held out: "
+            f"{corpus['held_out_files']} files, {corpus['held_out_bytes'] / 1e6:.2f} MB",
+        ),
+        ("machine", figures.get("machine", "not recorded")),
+    ]
+    if "cost" in figures:
+        how = figures["cost"]["how"]
+        text = (
+            f"medians of {how['rounds']} rounds in turns, one thread; {how['tokens']} tokens after a prompt of "
+            f"{how['prompt_tokens']}; batch of 1, then of {how['rows']}; load average of the machine "
+            f"{how['load_before']:.1f} before, {how['load_after']:.1f} after"
+        )
+        rows.append(("cost", text))
+    return _table(("budget", ""), rows)
+
+
+def _claims(figures: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            one.claim.name,
+            f"section {one.claim.source}",
+            _with_range(one.difference),
+            _with_range(one.evidence) if one.claim.baseline else "the same",
+            0 if one.evidence is None else one.evidence.count,
+            f"**{one.verdict}**" if one.verdict == SHOWN else one.verdict,
+        )
+        for one in outcomes(figures)
+    ]
+    return _table(("claim", "paper", "difference", "judged", "seeds", "verdict"), rows)
+
+
+def _arms(figures: Mapping[str, Any]) -> str:
+    rows = []
+    for arm, entry in figures["arms"].items():
+        losses = [entry["losses"].get(str(seed)) for seed in figures["seeds"]]
+        shown = [f"{loss:.4f}" if loss is not None else "missing" for loss in losses]
+        cpu = sum(entry["cpu_s"].values()) / len(entry["cpu_s"])
+        experts = "-".join(map(str, entry["experts"]))
+        rows.append((arm, experts, entry["width"], f"{entry['parameters'] / 1e6:.2f} M", *shown, f"{cpu:.0f}"))
+    seeds = (f"loss, seed {seed}" for seed in figures["seeds"])
+    return _table(("arm", "experts by layer", "width", "parameters", *seeds, "CPU s a run"), rows)
+
+
+def _costs(figures: Mapping[str, Any]) -> str:
+    rows = [
+        (arm, f"{one['loss']:.4f}", f"{one['parameters'] / 1e6:.2f} M", *_speeds(one))
+        for arm, one in figures["cost"]["arms"].items()
+    ]
+    rows += [
+        (f"dense at the loss of {arm}", f"{one['loss']:.4f}", f"{one['parameters'] / 1e6:.2f} M", *_speeds(one))
+        if one["parameters"]
+        else (f"dense at the loss of {arm}", f"{one['loss']:.4f}", "outside the sizes trained", "-", "-", "-", "-")
+        for arm, one in figures["cost"]["dense_at_equal_loss"].items()
+    ]
+    heads = ("model", "loss", "parameters", "decode, ms/token", "CPU ms", "batched, tokens/s", "tokens/CPU s")
+    return _table(heads, rows)
+
+
+def _speeds(one: Mapping[str, float]) -> tuple[str, str, str, str]:
+    return (
+        f"{one['latency_s'] * 1e3:.2f}",
+        f"{one['latency_cpu_s'] * 1e3:.2f}",
+        f"{one['tokens_per_s']:.0f}",
+        f"{one['tokens_per_cpu_s']:.0f}",
+    )
+
+
+def _with_range(interval: Interval | None) -> str:
+    if interval is None:
+        return "-"
+    limits = "unbounded" if math.isinf(interval.low) else f"{interval.low:+.4f} to {interval.high:+.4f}"
+    return f"{interval.mean:+.4f} ({limits})"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

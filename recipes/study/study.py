@@ -1,0 +1,126 @@
+"""A study from its plan to its report: what ``python -m recipes.study`` runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarm_plugins.errors import ConfigError
+from recipes.study import cost
+from recipes.study.arms import CLAIMS, Plan
+from recipes.study.corpus import load_corpus
+from recipes.study.plots import draw
+from recipes.study.report import as_markdown, collect, outcomes
+from recipes.study.runner import run_all
+from recipes.study.settings import Run
+from recipes.study.training import Place
+
+log = logging.getLogger(__name__)
+
+FIGURES = "prmoe-study.json"
+REPORT = "report.md"
+
+
+class Study:
+    """Trains, measures and reports the arms of a plan.
+
+    Args:
+        plan: Scale of the study.
+        folder: Keeps runs, text and measurements; give the same one to go on.
+        seeds: One run of every arm for each.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, plan: Plan, *, folder: Path, seeds: Sequence[int], device: str = "cpu") -> None:
+        self.plan = plan
+        self.place = Place(folder.resolve(), device)
+        self.seeds = seeds
+
+    def train(self, *, jobs: int) -> None:
+        """Trains every run that has not finished.
+
+        Raises:
+            ConfigError: If there is no seed, or the device does not exist.
+        """
+        if not self.seeds:
+            raise ConfigError("a study needs at least 1 seed, and 3 to show anything")
+        if self.place.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"--device {self.place.device}: this torch sees no CUDA device; use --device cpu")
+        digest = self._corpus().facts.digest
+        arms = {run.key: (arm, seed) for seed in self.seeds for arm, run in self.plan.runs(seed, digest).items()}
+        runs = [self.plan.runs(seed, digest)[arm] for seed, arm in self._order()]
+        num_finished = sum(self.place.result(run) is not None for run in runs)
+        log.info("%d runs, %d finished", len(runs), num_finished)
+
+        def tell(run: Run, record: dict[str, Any]) -> None:
+            arm, seed = arms[run.key]
+            log.info("%s, seed %d: %.4f nats/byte in %.0f CPU seconds", arm, seed, record["loss"], record["cpu_s"])
+
+        run_all(runs, self.place, jobs=jobs, on_end=tell)
+
+    def _order(self) -> list[tuple[int, str]]:
+        """Returns seed and arm of all runs: the first seed whole, then all seeds of the arms that claims are about.
+
+        A study that is cut short then has many claims with all seeds, rather than all claims with few.
+        """
+        arms = self.plan.runs(self.seeds[0], "")
+        claimed = {arm for claim in CLAIMS for arm in claim.arms}
+        # Students last, because teachers cost time; the larger dense models are in no claim.
+        ranks = {arm: 3 if arm not in claimed else 2 if arm.startswith("student") else 1 for arm in arms}
+        pairs = [(seed, arm) for seed in self.seeds for arm in arms]
+        return sorted(pairs, key=lambda pair: 0 if pair[0] == self.seeds[0] else ranks[pair[1]])
+
+    def measure_cost(self, *, rounds: int = 25, tokens: int = 48, rows: int = 32) -> None:
+        """Measures latency and throughput of the first seed's models; best on a quiet machine."""
+        how: dict[str, float] = {"rounds": rounds, "prompt_tokens": cost.PROMPT_TOKENS, "tokens": tokens, "rows": rows}
+        load = os.getloadavg()[0]
+        found = cost.measure(
+            self.plan, self.seeds[0], self._corpus(), self.place, rounds=rounds, tokens=tokens, rows=rows
+        )
+        how |= {"load_before": load, "load_after": os.getloadavg()[0]}
+        self._cost_file().write_text(json.dumps({"how": how, "arms": found}, indent=1))
+        log.info("measured %s", ", ".join(found) or "nothing: no model has been trained")
+
+    def report(self, output: Path) -> dict[str, Any]:
+        """Writes figures, tables and pictures of the runs that have finished, and returns the figures."""
+        figures = collect(self.plan, self.seeds, self._corpus().facts, self.place)
+        figures["machine"] = _machine(self.place.device)
+        if self._cost_file().exists():
+            found = json.loads(self._cost_file().read_text())
+            cost.add_cost(figures, found["arms"], found["how"])
+        output.mkdir(parents=True, exist_ok=True)
+        (output / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
+        (output / REPORT).write_text(as_markdown(figures))
+        pictures = draw(figures, output)
+        for one in outcomes(figures):
+            log.info("%s: %s", one.claim.name, one.verdict)
+        log.info("wrote %s", ", ".join(str(file) for file in (output / FIGURES, output / REPORT, *pictures)))
+        return figures
+
+    def _corpus(self) -> Any:
+        return load_corpus(self.place.folder / "corpus", self.plan.vocab_size)
+
+    def _cost_file(self) -> Path:
+        # Models of other settings have other costs.
+        run = self.plan.runs(self.seeds[0], "")["dense"]
+        return self.place.folder / f"cost-{run.key}-{self.place.device}.json"
+
+
+def _machine(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    names = [line for line in _cpu_info() if line.startswith("model name")]
+    name = names[0].partition(":")[2].strip() if names else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def _cpu_info() -> list[str]:
+    file = Path("/proc/cpuinfo")
+    return file.read_text().splitlines() if file.exists() else []

@@ -1,0 +1,60 @@
+"""The benchmark `quality` on a toy: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from recipes.benchmarks.__main__ import app
+from swarm_plugins.testing.models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["quality", *map(str, arguments)])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_quality_names_a_directory_that_is_none(tmp_path: Path) -> None:
+    code, output = run("--model", tmp_path / "none")
+    assert code == 2
+    assert "there is no directory" in output
+
+
+def test_quality_compares_each_pair_of_widths_with_the_widest(model: Path, tmp_path: Path) -> None:
+    text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
+    text.write_text("we came over the pass in the late afternoon when the wind had dropped " * 4)
+    widths = ["--experts", 16, "--experts", "nf4", "--attention", 16, "--attention", 4]
+    code, output = run("--model", model, *widths, "--text", text, "--pieces", 3, "--length", 16, "--json", figures)
+    assert code == 0
+    assert "48 tokens of text.txt" in output
+    found = json.loads(figures.read_text())
+    rows = {(row["attention_bits"], row["expert_bits"]): row for row in found["rows"]}
+    assert rows.keys() == {(16, 16), (16, "nf4"), (4, 16), (4, "nf4")}
+    assert rows[16, 16]["loss_change"]["mean"] == 0.0
+    assert all(abs(row["loss_change"]["mean"]) > 1e-4 for key, row in rows.items() if key != (16, 16))
+    # The same experts, so the same difference between the rests.
+    sizes = {key: row["num_bytes"] for key, row in rows.items()}
+    assert sizes[16, 16] - sizes[4, 16] == sizes[16, "nf4"] - sizes[4, "nf4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["--experts", 7], "invalid --experts '7': expected 2, 3, 4, 8, 16 or nf4", id="experts"),
+        pytest.param(["--length", 4000], "tokens, at least 8000 are needed: give a longer one", id="short"),
+    ],
+)
+def test_quality_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments: list[object], words: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("we came over the pass")
+    code, output = run("--model", model, "--text", text, *arguments)
+    assert code == 2
+    assert words in output
