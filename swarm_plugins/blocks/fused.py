@@ -5,9 +5,9 @@ through one is forty small operations between four large products, and a call of
 query, key and value are one product, and so are gate and up; queries and keys are rotated together; norms are one
 operation. The weights of joined products lie one behind the other, and the layer's own parameters are views of them.
 
-Such families are listed. Before a block of one is replaced, a small layer of its class runs both ways; should they differ
-in some version of transformers, the block runs as it is. What an adapter patches, a quantized layer, and a block of
-experts run as the modules that they are.
+Such families are listed. Before a block of one is replaced, a small layer of its class runs both ways; should they
+differ in some version of transformers, the block runs as it is. What an adapter patches, a quantized layer, and a block
+of experts run as the modules that they are.
 
 Letters in shapes: ``B`` rows, ``S`` tokens, ``D`` width, ``H`` heads, ``W`` head width, ``F`` inner width.
 """

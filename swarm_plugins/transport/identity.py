@@ -1,8 +1,7 @@
 """A peer's libp2p key pair, in a file that the daemon reads too.
 
 The peer id is the public key or its hash, so a signature proves a record's owner without a third party.
-See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md. Its protobuf records of two fields are read and
-written here: hivemind's classes for them take seconds to import, and commands check a key before anything slow.
+See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
+from google.protobuf.message import DecodeError
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.transport.libp2p import Key
 
 _RSA, _ED25519 = 0, 1
 """Types of keys in libp2p's records."""
 _MAX_INLINE_KEY_BYTES = 42
-_MAX_LENGTH_BYTES = 3
-"""Of a key's length: the private key of RSA with 8192 bits has 4.7 kB."""
 _RSA_BITS = range(2048, 8193)
 _RSA_EXPONENT = 65_537
 """The only one in use. Checking a signature takes time by the length of the exponent, which its owner chooses."""
@@ -237,19 +236,17 @@ def _identity(key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey, key_type: int,
 
 
 def _record(key_type: int, data: bytes) -> bytes:
-    """Returns a key as libp2p writes it: field 1, the type, and field 2, the bytes with their length."""
-    length = len(data)
-    varint = b""
-    while length >= 0x80:
-        varint += bytes([length & 0x7F | 0x80])
-        length >>= 7
-    return bytes([0x08, key_type, 0x12]) + varint + bytes([length]) + data
+    """Returns a key in libp2p's encoding."""
+    encoded: bytes = Key(type=key_type, data=data).SerializeToString()
+    return encoded
 
 
 def _read_record(content: bytes) -> tuple[int, bytes]:
     """Returns type and bytes of a key; raises ValueError unless it is written as libp2p's specification demands."""
-    for length_bytes in range(1, _MAX_LENGTH_BYTES + 1):
-        data = content[3 + length_bytes :]
-        if len(content) > 3 and content == _record(content[1], data):
-            return content[1], data
-    raise ValueError(f"its {len(content)} bytes are not a record of a key")
+    try:
+        key = Key.FromString(content)
+    except DecodeError:
+        key = None
+    if key is None or _record(key.type, key.data) != content:
+        raise ValueError(f"its {len(content)} bytes are not a record of a key")
+    return key.type, key.data

@@ -10,22 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+from hivemind.p2p.p2p_daemon_bindings.utils import read_unsigned_varint, write_pbmsg
 
 from swarm_plugins.errors import ProtocolError, TransportError
 from swarm_plugins.transport.admission.gate import Open
 from swarm_plugins.transport.daemon.process import Daemon
+from swarm_plugins.transport.libp2p import HopMessage
 from swarm_plugins.transport.reach.addresses import peer_id_in, place_in
 from swarm_plugins.transport.reach.neighbors import connect_peer
 
 log = logging.getLogger(__name__)
 
 _HOP = "/libp2p/circuit/relay/0.2.0/hop"
-_RESERVE = b"\x02\x08\x00"
-"""HopMessage(type=RESERVE), with its length."""
-_STATUS_FIELD = 5
+_RESERVE = 0
+"""Type of a message."""
 _OK = 100
-_MAX_ANSWER_BYTES = 8192
+_ANSWER_BITS = 13
+"""Of the length of an answer in bytes."""
 _ANSWER_S = 10.0
 _RENEW_EVERY_S = 30.0
 """A place lasts for an hour, but not longer than the connection."""
@@ -106,8 +110,8 @@ class Relays:
                 "others can reach"
             ) from exc
         with contextlib.closing(writer):
-            writer.write(_RESERVE)
-            status = _status_in(await _read_message(reader))
+            await write_pbmsg(writer, HopMessage(type=_RESERVE))
+            status = await _read_status(reader)
         if status != _OK:
             raise TransportError(
                 f"relay {address} gives this node no place (status {status}): it has none left, or is itself behind a "
@@ -121,45 +125,12 @@ def _unreachable(address: str) -> TransportError:
     )
 
 
-async def _read_message(reader: asyncio.StreamReader) -> bytes:
-    length = shift = 0
-    while True:
-        (byte,) = await reader.readexactly(1)
-        length |= (byte & 0x7F) << shift
-        shift += 7
-        if length > _MAX_ANSWER_BYTES or shift > 21:
-            raise ProtocolError(f"relay's answer of more than {_MAX_ANSWER_BYTES} bytes")
-        if byte < 0x80:
-            return await reader.readexactly(length)
-
-
-def _status_in(message: bytes) -> int:
-    """Returns the status in a HopMessage, 0 if there is none."""
-    return next((value for field, value in _numbers(message) if field == _STATUS_FIELD), 0)
-
-
-def _numbers(message: bytes) -> Iterator[tuple[int, int]]:
-    """Yields the fields of a protobuf message that are numbers."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while at < len(message):
-            byte = message[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-        raise ProtocolError("relay's answer ends in a number")
-
-    while at < len(message):
-        tag = varint()
-        if tag & 7 == 0:
-            yield tag >> 3, varint()
-        elif tag & 7 == 2:
-            length = varint()
-            at += length
-        else:
-            raise ProtocolError(f"relay's answer with a field of wire type {tag & 7}")
+async def _read_status(reader: asyncio.StreamReader) -> int:
+    """Returns the status of a relay's answer, 0 if there is none."""
+    try:
+        length = await read_unsigned_varint(reader, _ANSWER_BITS)
+        answer = HopMessage.FromString(await reader.readexactly(length))
+    except (ValueError, DecodeError) as error:
+        raise ProtocolError(f"a relay's answer cannot be read: {error}") from error
+    status: int = answer.status
+    return status

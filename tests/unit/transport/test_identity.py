@@ -49,7 +49,7 @@ def test_a_public_key_has_one_spelling() -> None:
     # The peer id is a hash of it: each spelling would be another peer.
     identity = new_identity()
     key, signature = identity.public_key, identity.sign(b"data")
-    for other in (b"", key[:-1], key + b"\x00", key[:3] + b"\xa0\x00" + key[4:], key[2:] + key[:2]):
+    for other in (b"", key[:-1], key + b"\x00", key[:3] + b"\xa0\x00" + key[4:], key[2:] + key[:2], key + b"\x18\x01"):
         assert not is_signed_by(other, b"data", signature)
 
 
