@@ -273,9 +273,8 @@ def fused_block(layer: nn.Module, calls: CallStack, rotation: Rotation) -> Fused
         calls: Tells the attention implementation of the running call.
         rotation: Shared by all blocks of a model.
     """
-    if _family(layer) not in _FAMILIES or not _equals_fused(type(layer), type(calls.config)):
-        return None
-    return FusedBlock(layer, calls, rotation)
+    kinds: tuple[Any, Any] = type(layer), type(calls.config)
+    return FusedBlock(layer, calls, rotation) if _family(layer) in _FAMILIES and _equals_fused(*kinds) else None
 
 
 def rotates_then_runs_blocks(model: nn.Module) -> bool:
