@@ -26,8 +26,6 @@ class OffloadConfig:
             Without a CUDA device there is one memory, and only ``fast_bytes`` counts.
         prefetch: Read the next layers' experts ahead, guessed by their own routers (speculative loading, Eliseev and
             Mazur 2023, section 3.2); ``auto`` stops guessing while it does not pay.
-        pinned_share: Share of ``fast_bytes`` for the busiest experts, which eviction passes over; of the others the
-            least used are evicted, where older uses count less.
         expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them.
             Quantizing on the way to a CUDA device gives nf4 for 4.
         other_bits: Width of all other weights: 16, 8, 4 or ``nf4``; None: as the checkpoint has them.
@@ -38,7 +36,6 @@ class OffloadConfig:
     fast_bytes: int | None = None
     ram_bytes: int | None = None
     prefetch: bool | Literal["auto"] = "auto"
-    pinned_share: float = 0.0
     expert_bits: Width | None = None
     other_bits: Width | None = None
     num_readers: int = 2
@@ -59,8 +56,6 @@ class OffloadConfig:
                 )
         if not (isinstance(self.prefetch, bool) or self.prefetch == "auto"):
             raise ConfigError(f"prefetch is {self.prefetch!r}; expected True, False or 'auto'")
-        if not (_is_number(self.pinned_share) and 0.0 <= self.pinned_share < 1.0):
-            raise ConfigError(f"pinned_share is {self.pinned_share!r}; expected 0 <= pinned_share < 1")
         for name, allowed in (("expert_bits", EXPERT_BITS), ("other_bits", OTHER_BITS)):
             if getattr(self, name) is not None:
                 check_width(name, getattr(self, name), allowed, ", or None for the checkpoint's own")

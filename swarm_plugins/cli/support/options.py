@@ -48,8 +48,6 @@ def format_offload(config: OffloadConfig) -> str:
             parts.append(f"{name}={bits}")
     if config.prefetch != "auto":
         parts.append(f"prefetch={'on' if config.prefetch else 'off'}")
-    if config.pinned_share:
-        parts.append(f"pinned={config.pinned_share:g}")
     if config.num_readers != OffloadConfig().num_readers:
         parts.append(f"readers={config.num_readers}")
     return ",".join(parts)
@@ -86,13 +84,6 @@ def _whole(name: str, value: str) -> int:
     return int(value)
 
 
-def _share(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError as exc:
-        raise ConfigError(f"invalid --offload {name}={value}: expected a number from 0 to below 1") from exc
-
-
 def _choice(choices: Mapping[str, T], name: str, value: str) -> T:
     if value not in choices:
         raise ConfigError(f"invalid --offload {name}={value}: expected {_one_of(choices)}")
@@ -105,6 +96,5 @@ _READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
     "bits": ("expert_bits", partial(_choice, _by_name(EXPERT_BITS))),
     "other-bits": ("other_bits", partial(_choice, _by_name(OTHER_BITS))),
     "prefetch": ("prefetch", partial(_choice, _PREFETCH)),
-    "pinned": ("pinned_share", _share),
     "readers": ("num_readers", _whole),
 }

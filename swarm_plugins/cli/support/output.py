@@ -22,7 +22,6 @@ OFFLOAD_WORDS = {
     "ram_bytes": "--offload ram",
     "expert_bits": "--offload bits",
     "other_bits": "--offload other-bits",
-    "pinned_share": "--offload pinned",
     "num_readers": "--offload readers",
 }
 """Options by the config fields that the library's messages name; users have typed options."""

@@ -73,7 +73,7 @@ class BoundedCache:
         # Re-entrant: a collected generator gives back what it holds in whichever thread the collector runs.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._policy = Residency(self.num_experts, sizes, pool.limit_bytes, config.pinned_share)
+        self._policy = Residency(self.num_experts, sizes, pool.limit_bytes)
         self._queue = queue
         self._counters = Counters(self.num_experts)
         self._slots = Slots(self._policy, pool, layouts, loader, queue, self._counters, self._changed)

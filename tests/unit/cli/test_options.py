@@ -15,14 +15,13 @@ from swarm_plugins.offload import OffloadConfig
         pytest.param("", OffloadConfig(), id="empty"),
         pytest.param("fast=4GB", OffloadConfig(fast_bytes=4 * 10**9), id="one"),
         pytest.param(
-            " fast=1GiB , ram=16GB,bits=4,other-bits=8,prefetch=off,pinned=0.25,readers=3,",
+            " fast=1GiB , ram=16GB,bits=4,other-bits=8,prefetch=off,readers=3,",
             OffloadConfig(
                 fast_bytes=2**30,
                 ram_bytes=16 * 10**9,
                 expert_bits=4,
                 other_bits=8,
                 prefetch=False,
-                pinned_share=0.25,
                 num_readers=3,
             ),
             id="all",
@@ -50,8 +49,6 @@ def test_the_option_is_read(text: str, expected: OffloadConfig) -> None:
         pytest.param("bits=5", "invalid --offload bits=5: expected 2, 3, 4, 8, 16 or nf4", id="width"),
         pytest.param("other-bits=3", "invalid --offload other-bits=3: expected 4, 8, 16 or nf4", id="other-width"),
         pytest.param("prefetch=maybe", "invalid --offload prefetch=maybe: expected on, off or auto", id="prefetch"),
-        pytest.param("pinned=x", "invalid --offload pinned=x: expected a number from 0 to below 1", id="share"),
-        pytest.param("pinned=1", "pinned_share is 1.0", id="all-pinned"),
         pytest.param("readers=0", "num_readers is 0", id="readers"),
     ],
 )
@@ -66,7 +63,7 @@ def test_a_wrong_option_is_one_sentence(text: str, message: str) -> None:
         OffloadConfig(),
         OffloadConfig(fast_bytes=123 * 10**6, ram_bytes=7 * 10**9, expert_bits=3, other_bits=4),
         OffloadConfig(expert_bits="nf4", other_bits="nf4"),
-        OffloadConfig(prefetch=True, pinned_share=0.1, num_readers=4),
+        OffloadConfig(prefetch=True, num_readers=4),
         OffloadConfig(fast_bytes=999, prefetch=False),
     ],
 )

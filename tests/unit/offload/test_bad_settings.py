@@ -114,8 +114,6 @@ def test_without_a_wish_it_is_the_cpu_where_there_is_no_cuda(monkeypatch: pytest
         {"ram_bytes": -1},
         {"prefetch": 1},
         {"prefetch": "on"},
-        {"pinned_share": "half"},
-        {"pinned_share": float("nan")},
         {"expert_bits": 4.0},
         {"expert_bits": "4"},
         {"expert_bits": "fp4"},
@@ -138,4 +136,4 @@ def test_budgets_and_habits_have_their_types_and_bounds(settings: dict[str, Any]
 
 
 def test_a_whole_number_of_seconds_is_a_time() -> None:
-    assert OffloadConfig(read_timeout_s=5, pinned_share=0).read_timeout_s == 5
+    assert OffloadConfig(read_timeout_s=5).read_timeout_s == 5
