@@ -9,15 +9,14 @@ from typing import NamedTuple
 from huggingface_hub import HfApi
 
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError
+from swarm_plugins.hub.download import repo_refs
 from swarm_plugins.hub.find import describe
 from swarm_plugins.hub.names import check_repo_id, newest_tag
 from swarm_plugins.hub.results import BASE_TAG, in_order
-from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 20.0
 _MAX_LISTED = 20
 
 
@@ -64,10 +63,7 @@ def find_versions(
     """
     check_repo_id(repo_id)
     api = HfApi(endpoint=endpoint, token=token)
-    what = f"list the versions of {repo_id}"
-    with translated_hub_errors(what):
-        refs = within(_ANSWER_S, what, lambda: api.list_repo_refs(repo_id))
-    commits = {ref.name: ref.target_commit for ref in refs.tags}
+    commits = {ref.name: ref.target_commit for ref in repo_refs(api, repo_id).tags}
     if not commits:
         raise HubError(
             f"{repo_id} has no versions: each is a git tag, which HubAdapterCallback and `swarm push` make",

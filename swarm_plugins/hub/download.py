@@ -20,7 +20,8 @@ from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 20.0
+ANSWER_S = 20.0
+"""Longest wait for an answer without a file."""
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE)
 _MAX_BYTES = {
     CONFIG_FILE: MAX_JSON_BYTES,
@@ -72,14 +73,12 @@ def fetch_adapter(
     """
     check_repo_id(repo_id)
     api = HfApi(endpoint=endpoint, token=token)
-    label = f"{repo_id}@{version}"
+    label, revision = f"{repo_id}@{version}", version
     try:
-        with translated_hub_errors(f"load {label}"):
-            revision = version
-            if version == "latest":
-                revision = newest_tag(ref.name for ref in _refs(api, repo_id).tags) or "main"
+        if version == "latest":
+            revision = newest_tag(ref.name for ref in repo_refs(api, repo_id, f"load {label}").tags) or "main"
             label = f"{repo_id}@{revision}"
-            info = _info(api, repo_id, revision)
+        info = _info(api, repo_id, revision)
     except HubError as exc:
         cached = try_to_load_from_cache(repo_id, CONFIG_FILE, cache_dir=cache_dir, revision=version)
         if exc.kind != "unreachable" or not isinstance(cached, str):
@@ -136,15 +135,32 @@ def fetch_file(
         raise
 
 
+def read_file(api: HfApi, repo_id: str, name: str, revision: str) -> bytes | None:
+    """Returns the content of one file of an adapter; None if the revision lacks it. Raises what `fetch_file` does."""
+    path = fetch_file(repo_id, name, revision=revision, token=api.token, endpoint=api.endpoint)
+    return None if path is None else path.read_bytes()
+
+
+def repo_refs(api: HfApi, repo_id: str, what: str | None = None) -> GitRefs:
+    """Returns the branches and tags of a repository; messages begin with ``what``.
+
+    Raises:
+        HubError: If the Hub does not have the repository, or does not answer in time.
+    """
+    what = what or f"list the versions of {repo_id}"
+    with translated_hub_errors(what):
+        return within(ANSWER_S, what, lambda: api.list_repo_refs(repo_id))
+
+
 def _info(api: HfApi, repo_id: str, revision: str) -> ModelInfo:
     what = f"load {repo_id}@{revision}"
     try:
         with translated_hub_errors(what):
-            return api.model_info(repo_id, revision=revision, timeout=_ANSWER_S)
+            return api.model_info(repo_id, revision=revision, timeout=ANSWER_S)
     except HubError as exc:
         if exc.kind != "no revision":
             raise
-        refs = _refs(api, repo_id)
+        refs = repo_refs(api, repo_id)
         tags = [ref.name for ref in refs.tags]
         numbered = sorted_tags(tags)
         known = [*numbered, *sorted(set(tags) - set(numbered)), *(ref.name for ref in refs.branches)]
@@ -152,10 +168,6 @@ def _info(api: HfApi, repo_id: str, revision: str) -> ModelInfo:
         raise HubError(
             f"{what}: no such version; the repository has {', '.join(known[:_MAX_LISTED])}{more}", kind=exc.kind
         ) from exc
-
-
-def _refs(api: HfApi, repo_id: str) -> GitRefs:
-    return within(_ANSWER_S, f"list the versions of {repo_id}", lambda: api.list_repo_refs(repo_id))
 
 
 def _check_names(label: str, names: Collection[str]) -> None:

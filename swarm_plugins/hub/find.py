@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, ModelInfo
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
 from swarm_plugins.hub.card import base_tag
-from swarm_plugins.hub.download import fetch_file
+from swarm_plugins.hub.download import ANSWER_S, read_file, repo_refs
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, Manifest, PeftFacts
 from swarm_plugins.hub.names import check_repo_id, sorted_tags
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 _MAX_TAGS = 20
 _MAX_LISTED = 20
 _NUM_NAMES = 4
-_ANSWER_S = 20.0
 _COMMIT = re.compile(r"[0-9a-f]{40}|local-[0-9a-f]{40}")
 
 
@@ -89,7 +88,7 @@ def find_adapters(
         tag = f"base_model:adapter:{base}"
     what = f"list adapters of {base}"
     with translated_hub_errors(what):
-        models = within(_ANSWER_S, what, lambda: list(api.list_models(filter=tag, limit=limit)))
+        models = within(ANSWER_S, what, lambda: list(api.list_models(filter=tag, limit=limit)))
     found = [one for model in models if (one := _newest(api, model, wanted)) is not None]
     return found if sort_by is None else _sorted(found, sort_by, mode)
 
@@ -141,13 +140,11 @@ def _names(record: EvalRecord) -> tuple[str, ...]:
 
 def _resolved(api: HfApi, base: str, revision: str) -> str:
     with translated_hub_errors(f"look up {base}@{revision}"):
-        return str(api.model_info(base, revision=revision, timeout=_ANSWER_S).sha)
+        return str(api.model_info(base, revision=revision, timeout=ANSWER_S).sha)
 
 
 def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | None:
-    what = f"list the versions of {model.id}"
-    with translated_hub_errors(what):
-        refs = within(_ANSWER_S, what, lambda: api.list_repo_refs(model.id))
+    refs = repo_refs(api, model.id)
     commits = {ref.name: ref.target_commit for ref in refs.tags}
     tags: list[str | None] = [*sorted_tags(commits)]
     if len(tags) > _MAX_TAGS:
@@ -165,7 +162,7 @@ def _results(api: HfApi, one: FoundAdapter, main: str) -> tuple[EvalRecord, ...]
     """Returns the results of a version, which the main branch has; none if they cannot be understood."""
     label = f"{RESULTS_FILE} of {one.repo_id}"
     try:
-        records = parse_results(_read(api, one.repo_id, main, RESULTS_FILE) or b"", label)
+        records = parse_results(read_file(api, one.repo_id, RESULTS_FILE, main) or b"", label)
     except (CapacityError, CheckpointError) as exc:
         log.warning("%s is left out: %s", label, exc)
         return ()
@@ -179,8 +176,8 @@ def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAda
         HubError: If the Hub cannot be reached.
     """
     try:
-        manifest = _read(api, repo_id, commit, MANIFEST_FILE)
-        config = None if manifest is not None else _read(api, repo_id, commit, CONFIG_FILE)
+        manifest = read_file(api, repo_id, MANIFEST_FILE, commit)
+        config = None if manifest is not None else read_file(api, repo_id, CONFIG_FILE, commit)
         if manifest is not None:
             facts: Manifest | PeftFacts = Manifest.parse(manifest)
         elif config is not None:
@@ -194,8 +191,3 @@ def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAda
     except (CapacityError, CheckpointError) as exc:
         log.warning("%s@%s is left out: %s", repo_id, tag or commit, exc)
         return None
-
-
-def _read(api: HfApi, repo_id: str, commit: str, name: str) -> bytes | None:
-    path = fetch_file(repo_id, name, revision=commit, token=api.token, endpoint=api.endpoint)
-    return None if path is None else path.read_bytes()

@@ -21,7 +21,7 @@ import msgspec
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 from swarm_plugins.errors import CapacityError, CheckpointError, HubError
-from swarm_plugins.hub.download import fetch_file
+from swarm_plugins.hub.download import read_file
 from swarm_plugins.hub.folder import CARD_FILE, PushTarget, files_to_push
 from swarm_plugins.hub.names import next_tag
 from swarm_plugins.hub.results import RESULTS_FILE, parse_results
@@ -178,8 +178,7 @@ def _card_with_results(api: HfApi, folder: Path, repo_id: str, main: str | None)
     if main is None or not path.is_file():
         return None
     try:
-        file = fetch_file(repo_id, RESULTS_FILE, revision=main, token=api.token, endpoint=api.endpoint)
-        records = [] if file is None else parse_results(file.read_bytes(), f"{RESULTS_FILE} of {repo_id}")
+        records = parse_results(read_file(api, repo_id, RESULTS_FILE, main) or b"", f"{RESULTS_FILE} of {repo_id}")
         card = path.read_text(encoding="utf-8")
         return with_results(card, records, repo_id=repo_id, url=api.endpoint) if records else None
     except (CheckpointError, CapacityError, UnicodeDecodeError) as exc:

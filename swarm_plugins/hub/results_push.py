@@ -9,16 +9,14 @@ from typing import NamedTuple
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from swarm_plugins.errors import CheckpointError, HubError
-from swarm_plugins.hub.download import fetch_file
+from swarm_plugins.hub.download import read_file, repo_refs
 from swarm_plugins.hub.folder import CARD_FILE
 from swarm_plugins.hub.names import check_repo_id
 from swarm_plugins.hub.push import RetryPlan, retried, takes_xet
 from swarm_plugins.hub.results import RESULTS_FILE, EvalRecord, format_results, merged, parse_results
 from swarm_plugins.hub.results_card import PLOT_FILE, with_results
-from swarm_plugins.hub_errors import translated_hub_errors, within
+from swarm_plugins.hub_errors import translated_hub_errors
 from swarm_plugins.noise import without_http_advice
-
-_ANSWER_S = 20.0
 
 Draw = Callable[[Sequence[EvalRecord]], bytes]
 """Draws records as PNG."""
@@ -62,17 +60,16 @@ class ResultsRepository:
             CheckpointError: If the results cannot be understood.
         """
         what = f"read the results of {self.repo_id}"
-        with translated_hub_errors(what):
-            refs = within(_ANSWER_S, what, lambda: self._api.list_repo_refs(self.repo_id))
+        refs = repo_refs(self._api, self.repo_id, what)
         commit = next((ref.target_commit for ref in refs.branches if ref.name == "main"), None)
         if commit is None:
             raise HubError(f"{what}: the repository has no main branch", kind="no revision")
-        content, card = (self._file(name, commit) for name in (RESULTS_FILE, CARD_FILE))
+        content, card = (read_file(self._api, self.repo_id, name, commit) for name in (RESULTS_FILE, CARD_FILE))
         try:
             text = (card or b"").decode()
         except UnicodeDecodeError as exc:
             raise CheckpointError(f"the card (README.md) of {self.repo_id} is not UTF-8 text; correct it") from exc
-        records = [] if content is None else parse_results(content, f"{RESULTS_FILE} of {self.repo_id}")
+        records = parse_results(content or b"", f"{RESULTS_FILE} of {self.repo_id}")
         return PublishedResults(commit, records, text or f"# {self.repo_id.split('/')[-1]}\n")
 
     def files(self, published: PublishedResults, records: Sequence[EvalRecord], draw: Draw) -> dict[str, bytes]:
@@ -112,7 +109,3 @@ class ResultsRepository:
                 parent_commit=published.commit,
             )
         return str(info.oid)
-
-    def _file(self, name: str, commit: str) -> bytes | None:
-        path = fetch_file(self.repo_id, name, revision=commit, token=self._api.token, endpoint=self._api.endpoint)
-        return None if path is None else path.read_bytes()

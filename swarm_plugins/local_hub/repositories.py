@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
+from swarm_plugins.kept_files import write_whole
 
 # The Hub keeps small text in git and everything else in its large-file store.
 _LARGE_BYTES = 10 << 20
@@ -162,7 +161,7 @@ class HubStore:
         if self.root is not None:
             path = self.root / "blobs" / blob.sha256
             if not path.exists():
-                _write_whole(path, content)
+                write_whole(path, content)
             blob = Blob(path, blob.size, blob.sha256)
         with self._lock:
             return self._blobs.setdefault(blob.sha256, blob)
@@ -240,18 +239,7 @@ class HubStore:
     def _keep(self, repo: Repo) -> None:
         if self.root is not None:
             record = json.dumps(_record(repo, self.root), indent=1).encode()
-            _write_whole(self.root / "repos" / f"{quote(repo.repo_id, safe='')}.json", record)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            write_whole(self.root / "repos" / f"{quote(repo.repo_id, safe='')}.json", record)
 
 
 def _record(repo: Repo, root: Path) -> dict[str, Any]:

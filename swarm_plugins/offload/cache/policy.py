@@ -1,8 +1,8 @@
 """Which experts stay in memory: within a budget, the least used one goes, whichever layer it is of.
 
-Bookkeeping without tensors and reads, so that it is tested without weights. Eliseev and Mazur (2023, section 3.1) keep a
-cache per layer and evict the least recently used expert. Counting uses, old ones for less, keeps more of what is needed
-again; and one budget for all layers gives more of it to those that reuse more (docs/benchmarks.md).
+Bookkeeping without tensors and reads, so that it is tested without weights. Eliseev and Mazur (2023, section 3.1) keep
+a cache per layer and evict the least recently used expert. Counting uses, old ones for less, keeps more of what is
+needed again; and one budget for all layers gives more of it to those that reuse more (docs/benchmarks.md).
 """
 
 from __future__ import annotations

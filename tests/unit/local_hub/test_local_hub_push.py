@@ -148,7 +148,7 @@ def test_a_disk_that_cannot_be_written_leaves_the_store_as_it_was(
     repo = hub.store.find(REPO)
     assert repo is not None
     before = dict(repo.branches)
-    monkeypatch.setattr("swarm_plugins.local_hub.repositories._write_whole", full)
+    monkeypatch.setattr("swarm_plugins.local_hub.repositories.write_whole", full)
     with pytest.raises(OSError, match=r"No space left"):
         hub.store.commit(repo, {".gitattributes": None})
     assert repo.branches == before
