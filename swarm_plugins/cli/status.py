@@ -70,7 +70,7 @@ def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, por
     from swarm_plugins.web.swarm_view.routes import watching_app
     from swarm_plugins.web.swarm_view.source import SwarmSource
 
-    config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity_path)
+    config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity)
     with listen(host, port) as listener, connect(node.initial_peers, config) as connection:
         app = watching_app(SwarmSource(connection, wanted=model, timeout_s=timeout_s))
         serve_app(app, host, port, lambda url: typer.echo(f"swarm status: {url}/ (Ctrl-C ends it)"), listener=listener)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.transport.config import Discovery, PeerConfig, check_discovery
 
 _CHOICES = {
     "codec": ("none", "float16", "bfloat16", "rotated8", "auto"),
-    "discovery": ("dht", "static"),
     "verify": ("auto", "on", "off"),
     "push": ("auto", "on", "off"),
 }
@@ -21,8 +20,11 @@ _THIS_MACHINE = ("/ip4/127.", "/ip6/::1/")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwarmConfig:
-    """Settings of a client: deadlines, retries, packing of tensors, choice of servers."""
+class SwarmConfig(PeerConfig):
+    """Settings of a client: deadlines, retries, packing of tensors, choice of servers.
+
+    ``allowed_peers`` are the only servers to use, ``identity`` is for servers that allow some peers only.
+    """
 
     connect_timeout_s: float = 20.0
     """Longest wait for the network to start and for a stream to open."""
@@ -56,18 +58,8 @@ class SwarmConfig:
     push: Literal["auto", "on", "off"] = "auto"
     """Whether servers hand the steps of a session on to each other. ``auto``: if they are some milliseconds away."""
 
-    allowed_peers: tuple[str, ...] | None = None
-    """Ids of the only servers to use. None: any server that announces the model's version."""
-
-    discovery: Literal["dht", "static"] = "dht"
+    discovery: Discovery = "dht"
     """How servers are found: in the DHT that the initial peers belong to, or ``static``: they are the servers."""
-
-    identity: Path | None = None
-    """Key file of this client's peer id, made if it does not exist, for servers that allow some peers only. None: a new
-    id each time."""
-
-    secret_file: Path | None = None
-    """File with the secret of a private swarm: only servers that know it are used. None: no secret."""
 
     local_fallback: bool = False
     """Whether blocks without a living server run here, from the checkpoint, until the swarm has them again; experts
@@ -90,6 +82,8 @@ class SwarmConfig:
         return self.verify == "on" or (self.verify == "auto" and not is_trusted)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_discovery(self.discovery)
         for name in ("connect_timeout_s", "request_timeout_s", "info_timeout_s", "refresh_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -107,26 +101,6 @@ class SwarmConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         object.__setattr__(self, "local_blocks", _checked_local_blocks(self.local_blocks))
-        object.__setattr__(self, "identity", _path("identity", self.identity))
-        object.__setattr__(self, "secret_file", _path("secret_file", self.secret_file))
-        object.__setattr__(self, "allowed_peers", _checked_peers(self.allowed_peers))
-
-
-def _path(name: str, given: object) -> Path | None:
-    if given is not None and not isinstance(given, str | Path):
-        raise ConfigError(f"{name} must be the path of a file, got {given!r}")
-    return None if given is None else Path(given)
-
-
-def _checked_peers(given: object) -> tuple[str, ...] | None:
-    """Returns ids of peers; a YAML file gives them in a list."""
-    if given is None:
-        return None
-    if not isinstance(given, Collection) or isinstance(given, str) or not all(isinstance(one, str) for one in given):
-        raise ConfigError(f"invalid allowed_peers {given!r}: expected peer ids, such as ['12D3Koo...']")
-    if not given:
-        raise ConfigError("allowed_peers is empty, so no server could be used; pass None to allow any")
-    return tuple(given)
 
 
 def _checked_local_blocks(local: object) -> tuple[int, int]:

@@ -241,13 +241,8 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
         if known is None:
             # Made and checked now: a model that is loaded first would report it minutes later.
             check_peer_ids(config.allowed_peers)
-            node = NodeConfig(
-                initial_peers=addresses,
-                discovery=config.discovery,
-                identity_path=config.identity,
-                secret_file=config.secret_file,
-                client_mode=True,
-            )
+            # Nodes of the DHT need not be among the servers that are allowed.
+            node = config.node(initial_peers=addresses, allowed_peers=None, host_maddrs=())
             node.check_files()
             known = SwarmConnection(lambda: _open_lasting(node), config, initial_peers=addresses)
             _connections[addresses, config] = known

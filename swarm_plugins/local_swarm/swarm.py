@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 
@@ -16,33 +17,16 @@ from swarm_plugins.links import Link
 from swarm_plugins.links.network import MAX_SERVERS, Ports, Traffic
 from swarm_plugins.links.relay import Relay
 from swarm_plugins.local_swarm.server import LocalServer
+from swarm_plugins.server.config import ServeConfig
 
-_OPTIONS = (
-    "activation_bytes",
-    "adapter",
-    "adapter_bytes",
-    "announce_every_s",
-    "announce_maddrs",
-    "device",
-    "drain_s",
-    "dtype",
-    "host_maddrs",
-    "kv_bytes",
-    "log_format",
-    "log_level",
-    "max_batch_tokens",
-    "max_peer_kv_share",
-    "max_peer_share",
-    "max_session_tokens",
-    "offload",
-    "quantization",
-    "request_bytes",
-    "revision",
-    "run_bytes",
-    "secret_file",
-    "threads",
+_CHOSEN = {
+    *("model", "blocks", "part", "num_blocks", "experts", "slice", "remote_experts", "initial_peers", "identity"),
+    *("discovery", "allowed_peers", "relays", "auto_relay", "nat_port_map", "points", "adapters"),
+}
+"""Settings of a server that the swarm chooses itself, or that make no sense on one machine."""
+_OPTIONS = sorted(
+    {field.name for field in fields(ServeConfig)} - _CHOSEN | {"adapter", "log_format", "log_level", "threads"}
 )
-"""Options of ``swarm serve`` that make sense for a local swarm."""
 _MOST_SERVERS = 64
 """Each is a process with torch in memory; more than that is a slip of the keyboard."""
 _POLL_S = 0.02
@@ -270,7 +254,7 @@ class LocalSwarm:
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
         shares = {share: values[span] for share, values in self._shares.items() if values and values[span] is not None}
-        known = {"identity": self.folder / f"server-{index}.key", **self._options, **options, **shares}
+        known = {"drain_s": 0, "identity": self.folder / f"server-{index}.key", **self._options, **options, **shares}
         if self._ports is not None:
             ways = {"host_maddrs": self._ports.own[index], "announce_maddrs": self._ports.for_clients[index]}
             known |= {option: _maddr(port) for option, port in ways.items()}

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT_HOST_MADDRS = ("/ip4/127.0.0.1/tcp/0",)
-"""Reachable from this machine only, by default."""
 MIN_REQUEST_BYTES = 16 << 20
 """Least budget for requests."""
 LEAST_ACTIVATION_BYTES = 512 << 20
@@ -22,54 +18,12 @@ LEAST_ACTIVATION_BYTES = 512 << 20
 QUANTIZATIONS = ("none", "int8", "nf4")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceLimits:
-    """Limits on one peer and on one request."""
-
-    max_batch_tokens: int = 16_384
-    """Largest ``B * S`` of one request."""
-
-    max_answer_bytes: int = DEFAULT_LIMITS.max_message_bytes
-    """Largest size of the tensors in one answer; clients refuse larger messages."""
-
-    max_session_tokens: int = 32_768
-    """Longest sequence of one session."""
-
-    max_sessions_per_peer: int = 96
-    """Sessions that one peer may hold open; each also holds a stream."""
-
-    max_peer_kv_share: float = 0.75
-    """Share of the KV budget that all sessions of one peer may take; less when others take theirs."""
-
-    session_lease_s: float = 30.0
-    """A session without a step for this long gives its memory to others that need it; its client replays it."""
-
-    idle_session_s: float = 1800.0
-    """A session is closed after this long without a step, also if nobody needs its memory."""
-
-    idle_stream_s: float = 600.0
-    """Any other stream is closed after this long without a request."""
-
-    request_timeout_s: float = 600.0
-    """Longest time that one request may wait and run."""
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"{name} must be above 0, got {value!r}")
-        if self.session_lease_s > self.idle_session_s:
-            raise ConfigError(
-                f"session_lease_s is {self.session_lease_s:g}, idle_session_s {self.idle_session_s:g}: a lease cannot "
-                "last longer than the session"
-            )
-        if self.max_peer_kv_share > 1:
-            raise ConfigError(f"max_peer_kv_share must be at most 1, got {self.max_peer_kv_share}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """What to serve, how to join the swarm, and how much clients may use."""
+class ServeConfig(NodeConfig):
+    """What to serve, how to join the swarm, and how much clients may use.
+
+    `swarm serve` has an option for each field: its docstring is the option's help.
+    """
 
     model: str
     """Directory, or id of a repository on the Hub."""
@@ -84,75 +38,42 @@ class ServeConfig:
     """``(k, n)``: the k-th, from 1, of n equal parts of the model. An alternative to ``blocks``."""
 
     num_blocks: int | None = None
-    """Length of a span chosen where servers are most needed. None, without ``blocks``: as many as fit in memory."""
+    """Serve this many blocks, those the swarm lacks most. None, without ``blocks``: as many as memory holds."""
 
     experts: range | None = None
     """Experts of each block to hold. None: all, or with ``remote_experts`` none."""
 
     slice: tuple[int, int] | None = None
-    """``(k, n)``: hold the k-th, from 0, of n equal parts of each expert's inner dimension. None: whole experts."""
+    """The k-th, from 0, of n equal parts of each expert's inner dimension, to hold instead of whole experts."""
 
     remote_experts: bool = False
     """Serve the blocks themselves, and fetch the experts that are not held here from other peers."""
 
-    initial_peers: tuple[str, ...] = ()
-    """Addresses of peers to join. Empty: starts a new swarm."""
-
-    host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS
-    """Addresses to listen on."""
-
-    announce_maddrs: tuple[str, ...] = ()
-    """Addresses announced to others, if not those listened on."""
-
-    discovery: Literal["dht", "static"] = "dht"
-    """How servers find each other and are found. ``static``: nothing is announced; the initial peers are all others."""
-
-    secret_file: Path | None = None
-    """File with the secret of a private swarm: only peers that know it are served. None: any."""
-
-    allowed_peers: tuple[str, ...] | None = None
-    """Ids of the only peers to serve and to call. None: any."""
-
-    relays: tuple[str, ...] = ()
-    """Addresses of relays to be reached through."""
-
-    auto_relay: bool = False
-    """Look for relays if others cannot reach this machine."""
-
-    nat_port_map: bool = True
-    """Ask the router to forward the port."""
-
-    identity: Path | None = None
-    """File of the private key that the peer id is derived from. None: a new id each time."""
-
     device: str = "cpu"
-    """Device to compute on, as torch names it."""
+    """``cpu``, ``cuda`` or ``cuda:INDEX``."""
 
     dtype: str | None = None
-    """Floating type to compute in. None: the checkpoint's."""
+    """``float32``, ``bfloat16`` or ``float16``. None: the checkpoint's."""
 
     quantization: str = "none"
     """How the weights are kept: ``none``, ``int8`` or ``nf4``."""
 
     offload: OffloadConfig | None = None
-    """Budgets for experts that stay on disk. None: all weights are loaded."""
+    """Keep experts on disk, and as many in memory as fit these budgets. None: all weights are loaded."""
 
     kv_bytes: int = 1 << 30
-    """Budget for the keys and values of all sessions."""
+    """Memory for the keys and values of all sessions."""
 
     activation_bytes: int | None = None
-    """Budget for forward graphs kept for the backward to come; 0 keeps none. None: a quarter of the memory that is
+    """Memory for forward graphs kept for the backward to come; 0 keeps none. None: a quarter of the memory that is
     free after loading, without caches and adapters; at least 512 MiB, 16 GiB at most."""
 
     adapter_bytes: int = 1 << 29
-    """Budget for the adapters that clients upload."""
+    """Memory for the adapters that clients upload."""
 
     request_bytes: int | None = None
-    """Budget for the requests of all clients while they are received, worked on and answered. None: a quarter of the
+    """Memory for the requests of all clients while they are received, worked on and answered. None: a quarter of the
     memory that is free after loading, 4 GiB at most."""
-
-    max_peer_share: float = 0.5
-    """Share of ``request_bytes`` that one client may take; less when others take theirs."""
 
     run_bytes: int | None = None
     """Memory of one running forward or backward besides its inputs and outputs; larger ones are cut. None: like
@@ -165,22 +86,24 @@ class ServeConfig:
     adapters: tuple[str, ...] = ()
     """Published adapters to keep loaded: directories, or ``REPO`` or ``REPO@TAG`` on the Hub."""
 
-    limits: ServiceLimits = field(default_factory=ServiceLimits)
-    """Limits on one client and on one request."""
+    max_batch_tokens: int = 16_384
+    """Largest batch of one request, in tokens: its rows times their length."""
 
-    announce_every_s: float = 20.0
-    """Time between announcements."""
+    max_session_tokens: int = 32_768
+    """Longest sequence of a session."""
 
-    announce_ttl_s: float = 60.0
-    """Lifetime of an announcement."""
-
-    show_progress: bool = False
-    """Whether loading shows a progress bar on standard error."""
+    announce_every_s: float = field(default=20.0, metadata={"hidden": True})
+    """Seconds between announcements."""
 
     drain_s: float = 30.0
-    """How long a server that is asked to end waits for open sessions; 0: not at all."""
+    """Seconds that open sessions may take to end when the server is asked to end; 0: none."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_client:
+            raise ConfigError(
+                "host_maddrs is empty: a server needs an address to listen on, such as /ip4/0.0.0.0/tcp/0, or a relay"
+            )
         if not self.model:
             raise ConfigError("model is empty: give a directory or the id of a repository on the Hub")
         given = list(self._span_choices())
@@ -200,26 +123,6 @@ class ServeConfig:
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
         self._check_experts()
         self._check_numbers()
-
-    @property
-    def node(self) -> NodeConfig:
-        """Settings of the server's node.
-
-        Raises:
-            ConfigError: If an address, a peer id or the way of discovery is wrong.
-        """
-        return NodeConfig(
-            initial_peers=self.initial_peers,
-            host_maddrs=self.host_maddrs,
-            announce_maddrs=self.announce_maddrs,
-            identity_path=self.identity,
-            discovery=self.discovery,
-            secret_file=self.secret_file,
-            allowed_peers=self.allowed_peers,
-            relays=self.relays,
-            use_auto_relay=self.auto_relay,
-            nat_port_map=self.nat_port_map,
-        )
 
     @property
     def points_file(self) -> Path | None:
@@ -284,20 +187,13 @@ class ServeConfig:
                 raise ConfigError(
                     f"{name} is {value}, expected at least {MIN_REQUEST_BYTES}: hardly any request would fit"
                 )
-        if not 0 < self.max_peer_share <= 1:
-            raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {self.max_peer_share!r}")
-        for name in ("kv_bytes", "announce_every_s", "announce_ttl_s"):
+        for name in ("kv_bytes", "max_batch_tokens", "max_session_tokens", "announce_every_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
         for name in ("activation_bytes", "adapter_bytes", "drain_s"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name} must be 0 or more, got {value!r}")
-        if self.announce_ttl_s < 2 * self.announce_every_s:
-            raise ConfigError(
-                f"announce_ttl_s is {self.announce_ttl_s:g}, announce_every_s {self.announce_every_s:g}: it must be at "
-                "least twice as long, to outlive the next announcement"
-            )
 
     def span_of(self, num_blocks: int) -> range | None:
         """Returns the span that the settings name in a model of ``num_blocks``; None if they leave the choice.

@@ -26,6 +26,7 @@ from swarm_plugins.errors import (
 )
 from swarm_plugins.routing.placement import Move, is_safe
 from swarm_plugins.routing.turns import Snapshot, Turns
+from swarm_plugins.server import limits
 from swarm_plugins.server.background import in_thread, return_free_memory
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
@@ -239,7 +240,7 @@ class Mover:
     async def _on_compute_thread(self, function: Callable[[], object]) -> None:
         """Runs a function between two requests."""
         try:
-            await self.service.scheduler.train(function, timeout_s=self.service.limits.request_timeout_s)
+            await self.service.scheduler.train(function, timeout_s=limits.REQUEST_TIMEOUT_S)
         except RequestError as error:
             raise CapacityError(f"spans could not be changed: {error}") from error
 

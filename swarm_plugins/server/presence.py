@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 _MAX_RESTARTS = 5
 """Restarts of the daemon in a row; a daemon that lives for ``_STABLE_S`` resets the count."""
 _STABLE_S = 300.0
+_TTL_PERIODS = 3
+"""An announcement outlives the next two."""
 _SAME_PORTS = 2
 """Restarts with the ports that the system chose before; then it may choose others."""
 _RETRACT_TIMEOUT_S = 5.0
@@ -29,9 +31,9 @@ _CLOSE_TIMEOUT_S = 10.0
 class Presence:
     """Keeps a server reachable and announced."""
 
-    def __init__(self, config: NodeConfig, *, every_s: float, ttl_s: float, ledger: Ledger | None = None) -> None:
+    def __init__(self, config: NodeConfig, *, every_s: float, ledger: Ledger | None = None) -> None:
         self._every_s = every_s
-        self._ttl_s = ttl_s
+        self._ttl_s = _TTL_PERIODS * every_s
         self._node = SwarmNode(config, ledger=ledger)
         self._handlers: Mapping[str, Handler] = {}
         self._info: Callable[[], ServerInfo] | None = None

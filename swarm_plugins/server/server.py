@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
+from swarm_plugins.server import limits
 from swarm_plugins.server.background import in_thread, kept_going, sweep
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServeConfig
@@ -39,7 +39,6 @@ from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
-from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -64,9 +63,7 @@ class SwarmServer:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self._points = Points(config.points_file)
-        self._ledger = Ledger(
-            config.request_bytes or MAX_REQUEST_BYTES, max_peer_share=config.max_peer_share, groups=self._points
-        )
+        self._ledger = Ledger(config.request_bytes or MAX_REQUEST_BYTES, groups=self._points)
         self._presence: Presence | None = None
         self._service: Service | ExpertsService | None = None
         self._info: ServerInfo | None = None
@@ -93,7 +90,7 @@ class SwarmServer:
         if self._spans is None or not isinstance(self._service, Service):
             return info
         # What idle sessions give back when it is needed is free.
-        idle = sum(one.held_tokens for one in self._service.sessions.expired(self.config.limits.session_lease_s))
+        idle = sum(one.held_tokens for one in self._service.sessions.expired(limits.SESSION_LEASE_S))
         free = self._spans.free_tokens + idle // max(1, len(self._spans.spec.blocks))
         unkept, refused = self._service.activations.num_unkept, self._service.pushes.num_refused
         return msgspec.structs.replace(info, free_kv_tokens=free, unkept_graphs=unkept, refused_pushes=refused)
@@ -150,8 +147,7 @@ class SwarmServer:
 
     async def _start(self, on_joined: Callable[[SwarmServer], object] | None) -> None:
         config = self.config
-        node = config.node
-        node.check_files()
+        config.check_files()
         device = checked_device(config.device)
         await in_thread(self._points.load)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
@@ -159,9 +155,8 @@ class SwarmServer:
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         named = config.span_of(num_blocks)
         self._presence = Presence(
-            node,
+            config.node(),
             every_s=config.announce_every_s,
-            ttl_s=config.announce_ttl_s,
             ledger=self._ledger,
         )
         await self._presence.start()
@@ -221,7 +216,7 @@ class SwarmServer:
             held=held,
             scheduler=scheduler,
             info=lambda: self.info,
-            limits=self.config.limits,
+            max_batch_tokens=self.config.max_batch_tokens,
             ledger=self._ledger,
         )
         self._info = msgspec.structs.replace(
@@ -246,7 +241,6 @@ class SwarmServer:
         config, share = self.config, self._share
         spans = self._spans = HostedSpans(span)
         loader.pool = spans.pool
-        limits = config.limits
         speed = await loader.measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         chunk_tokens = max(_MIN_PACK_TOKENS, min(_MAX_PACK_TOKENS, pack_tokens))
@@ -261,7 +255,7 @@ class SwarmServer:
             decode_s=speed.decode_s,
             network_tokens_s=await rate_of_network(span, self._joined(), info),
             total_kv_tokens=kv_tokens,
-            max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
+            max_session_tokens=min(config.max_session_tokens, span.spec.max_positions, kv_tokens),
             needs=() if share is None else share.needs,
             pushes=True,
         )
@@ -273,7 +267,8 @@ class SwarmServer:
             info=lambda: self.info,
             check_adapter=spans.check_adapter,
             weight_norms=spans.weight_norms,
-            limits=dataclasses.replace(limits, max_session_tokens=self._info.max_session_tokens),
+            max_batch_tokens=config.max_batch_tokens,
+            max_session_tokens=self._info.max_session_tokens,
             run_limits=RunLimits(
                 portion_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S)), token_bytes=speed.token_bytes
             ),
@@ -281,7 +276,6 @@ class SwarmServer:
             weights=spans.weights,
             activations=ActivationStore(config.activation_bytes or 0),
             adapters=AdapterStore(config.adapter_bytes),
-            sessions=SessionTable(limits.max_sessions_per_peer),
             ledger=self._ledger,
             identity=self._joined().identity,
             pushes=Pushes(self._joined(), self._points),

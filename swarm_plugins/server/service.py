@@ -13,9 +13,9 @@ from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.server import limits
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.compute.work import Interruptible, SchedulerRunner
-from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.draining import Draining
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
@@ -61,7 +61,10 @@ class Service:
     check_adapter: AdapterCheck
     weight_norms: Callable[[LoadedAdapter], tuple[torch.Tensor, ...]] = lambda adapter: ()
     """Returns the norms of weights that an adapter's layers start from; called on the compute thread."""
-    limits: ServiceLimits = field(default_factory=ServiceLimits)
+    max_batch_tokens: int = 16_384
+    """Largest ``B * S`` of one request."""
+    max_session_tokens: int = 32_768
+    """Longest sequence of one session."""
     run_limits: RunLimits = field(default_factory=RunLimits)
     """Memory of a running forward or backward, and how many tokens run at a time."""
     kv_tokens: int | None = None
@@ -70,7 +73,7 @@ class Service:
     """Addresses of the span's own storages."""
     activations: ActivationStore[tuple[KeptForward, ...]] = field(default_factory=lambda: ActivationStore(0))
     adapters: AdapterStore = field(default_factory=lambda: AdapterStore(0))
-    sessions: SessionTable = field(default_factory=lambda: SessionTable(ServiceLimits().max_sessions_per_peer))
+    sessions: SessionTable = field(default_factory=lambda: SessionTable(limits.MAX_SESSIONS_OF_PEER))
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
     """What the requests of each peer hold."""
     counts: ServiceCounts = field(default_factory=ServiceCounts)
@@ -124,7 +127,8 @@ class ExpertsService:
     scheduler: Scheduler
     info: Callable[[], ServerInfo]
     """Returns what the server announces now."""
-    limits: ServiceLimits = field(default_factory=ServiceLimits)
+    max_batch_tokens: int = 16_384
+    """Most rows of one request."""
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
     """What the requests of each peer hold."""
     counts: ServiceCounts = field(default_factory=ServiceCounts)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.config import NodeConfig, ReachableConfig
 from swarm_plugins.transport.run_messages import MAX_RUN_PEERS
 
 _AGREED = ("outer_lr", "outer_momentum", "max_norm_ratio", "straggler_s", "dead_s")
@@ -17,11 +16,12 @@ _FORMER_RULES = "alternate_lora=False, aggregation=mean"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(ReachableConfig):
     """Settings of a run in which several Trainers improve one adapter (DiLoCo, arXiv 2311.08105).
 
     All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``max_norm_ratio``, ``straggler_s`` and
-    ``dead_s``.
+    ``dead_s``. ``identity``, ``secret_file`` and ``allowed_peers`` are those of the run, not of the swarm in which its
+    peers find each other.
     """
 
     steps_per_round: int = 50
@@ -53,25 +53,8 @@ class RunConfig:
     max_peers: int = 32
     """Most peers; further ones are refused. Each keeps the updates of all peers in memory."""
 
-    allowed_peers: tuple[str, ...] | None = None
-    """Ids of the only peers that may take part. None: everyone who knows the run and its secret."""
-
-    secret_file: Path | None = None
-    """File with a secret that all peers of the run share. None: everyone who knows the ``run_id`` may take part."""
-
-    identity: Path | None = None
-    """Key file of this peer's id in the run, created if it is missing. None: a new id each time."""
-
-    host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    """Addresses on which other peers reach this one: ``/ip4/0.0.0.0/tcp/PORT`` for other machines."""
-
-    announce_maddrs: tuple[str, ...] = ()
-    """Addresses to announce instead, such as a router's."""
-
-    relays: tuple[str, ...] = ()
-    """Addresses of relays, for a machine that cannot be reached."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("straggler_s", "poll_s", "dead_s", "transfer_s", "max_norm_ratio", "outer_lr"):
             _check_number(name, getattr(self, name), 0.0, math.inf)
         if self.dead_s < 3 * self.poll_s:
@@ -85,12 +68,7 @@ class RunConfig:
             raise ConfigError(f"steps_per_round must be a whole number, 1 or more; got {self.steps_per_round!r}")
         if type(self.max_peers) is not int or not 1 <= self.max_peers <= MAX_RUN_PEERS:
             raise ConfigError(f"max_peers must be a whole number from 1 to {MAX_RUN_PEERS}, got {self.max_peers!r}")
-        for name in ("allowed_peers", "host_maddrs", "announce_maddrs", "relays"):
-            object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        for name in ("secret_file", "identity"):
-            path = getattr(self, name)
-            object.__setattr__(self, name, None if path is None else Path(path))
-        self.node(()).check_files()
+        self.check_files()
 
     @property
     def rules(self) -> str:
@@ -98,27 +76,11 @@ class RunConfig:
         agreed = (f"{name}={float(getattr(self, name))}" for name in _AGREED)
         return ", ".join((_FORMER_RULES, *agreed))
 
-    def node(self, initial_peers: tuple[str, ...], swarm_secret: Path | None = None) -> NodeConfig:
-        """Returns the settings of the node by which other peers reach this one."""
-        return NodeConfig(
-            initial_peers=initial_peers,
-            host_maddrs=self.host_maddrs,
-            announce_maddrs=self.announce_maddrs,
-            relays=self.relays,
-            identity_path=self.identity,
-            secret_file=swarm_secret,
-        )
+    def node_in(self, initial_peers: tuple[str, ...], swarm_secret: Path | None) -> NodeConfig:
+        """Returns the settings of the node by which other peers reach this one in a swarm."""
+        return self.node(initial_peers=initial_peers, secret_file=swarm_secret, allowed_peers=None)
 
 
 def _check_number(name: str, value: object, above: float, below: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
         raise ConfigError(f"{name} must be a finite number above {above:g}, got {value!r}")
-
-
-def _texts(name: str, given: object) -> tuple[str, ...] | None:
-    """Returns strings; a YAML file gives them in a list."""
-    if given is None:
-        return None
-    if isinstance(given, str) or not isinstance(given, Collection) or not all(isinstance(one, str) for one in given):
-        raise ConfigError(f"{name} must be a list of strings, got {given!r}")
-    return tuple(given)

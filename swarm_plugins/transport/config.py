@@ -1,8 +1,9 @@
-"""Settings of a node. Imports nothing heavy: commands check them before anything else."""
+"""Settings of a peer, and of its node. Imports nothing heavy: commands check them before anything else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -11,79 +12,121 @@ from swarm_plugins.transport.admission.gate import load_secret
 from swarm_plugins.transport.identity import check_identity
 from swarm_plugins.transport.reach.addresses import check_address, check_peer_ids, peer_id_in
 
-DISCOVERIES = ("dht", "static")
+Discovery = Literal["dht", "static"]
+_DISCOVERIES = ("dht", "static")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig:
-    """Settings of a [`SwarmNode`][swarm_plugins.transport.node.SwarmNode]. By default it joins nothing."""
+class PeerConfig:
+    """Who a peer is, and with whom it talks; what clients, servers and the peers of a run have in common."""
 
-    initial_peers: tuple[str, ...] = ()
-    """Addresses of peers to join through, each with ``/p2p/`` and the peer's id. Empty: start a new swarm."""
+    identity: Path | None = None
+    """Key file of the peer id, made if it does not exist. None: a new id each time."""
 
-    known_peers: tuple[str, ...] = ()
-    """Addresses of further peers to call. Unlike with ``initial_peers``, the node starts if none of them answers."""
+    secret_file: Path | None = None
+    """File with the secret of a private swarm, the same for all its peers. None: no secret."""
+
+    allowed_peers: tuple[str, ...] | None = None
+    """Ids of the only peers to serve and to call. None: any."""
+
+    def __post_init__(self) -> None:
+        for name in ("identity", "secret_file"):
+            path = getattr(self, name)
+            if path is not None and not isinstance(path, str | Path):
+                raise ConfigError(f"{name} must be the path of a file, got {path!r}")
+            object.__setattr__(self, name, None if path is None else Path(path))
+        if self.allowed_peers is not None:
+            self._keep_tuple("allowed_peers", "peer ids, such as ['12D3Koo...']")
+            if not self.allowed_peers:
+                raise ConfigError("allowed_peers is empty, so no peer could be used; pass None to allow any")
+
+    def _keep_tuple(self, name: str, expected: str) -> None:
+        """Keeps strings in a tuple: a YAML file gives them in a list."""
+        given = getattr(self, name)
+        is_list = isinstance(given, Collection) and not isinstance(given, str)
+        if not is_list or not all(isinstance(one, str) for one in given):
+            raise ConfigError(f"invalid {name} {given!r}: expected a list of {expected}")
+        object.__setattr__(self, name, tuple(given))
+
+    def node(self, **others: object) -> NodeConfig:
+        """Returns the settings of this peer's node: these, and others.
+
+        Raises:
+            ConfigError: If an address or a peer id is wrong.
+        """
+        shared = {field.name: getattr(self, field.name) for field in fields(NodeConfig) if hasattr(self, field.name)}
+        return NodeConfig(**(shared | others))
+
+    def check_files(self) -> None:
+        """Reads the secret and the identity, as the node will when it starts.
+
+        Raises:
+            ConfigError: If a file cannot be used.
+        """
+        if self.secret_file is not None:
+            load_secret(self.secret_file)
+        if self.identity is not None:
+            check_identity(self.identity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachableConfig(PeerConfig):
+    """How others reach a peer."""
 
     host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     """Addresses to listen on; port 0 picks a free one. ``/ip4/0.0.0.0/tcp/PORT`` listens on all interfaces."""
 
     announce_maddrs: tuple[str, ...] = ()
-    """Addresses to announce instead, such as those of a router that forwards to this machine."""
+    """Addresses to tell others instead, such as those of a router that forwards to this machine."""
 
-    identity_path: Path | None = None
-    """File with the private key that makes the peer id, created if missing. None: a new id each time."""
-
-    discovery: Literal["dht", "static"] = "dht"
-    """How servers are found. ``static``: the initial peers are the servers; nothing is announced or looked up."""
-
-    secret_file: Path | None = None
-    """File with the secret of a private swarm: this node talks only with peers that know it too. None: with any."""
-
-    allowed_peers: tuple[str, ...] | None = None
-    """Ids of the only peers to talk with, in either direction. None: any."""
-
-    client_mode: bool = False
-    """Only send requests: no listening socket, no entry in the DHT's routing tables."""
-
-    relays: tuple[str, ...] = ()
-    """Addresses of relays, each with ``/p2p/`` and the relay's id, to be reached through. ``host_maddrs`` may then be
+    relays: tuple[str, ...] = field(default=(), metadata={"option": "relay"})
+    """Addresses of relays (any servers that others can reach) to be reached through. ``host_maddrs`` may then be
     empty, so that the node listens nowhere."""
 
-    use_auto_relay: bool = False
-    """Become reachable through relays, for servers behind a firewall."""
-
-    nat_port_map: bool = True
-    """Ask the router (UPnP) to forward the port, unless the node listens on loopback addresses only."""
-
-    start_timeout_s: float = 60.0
-    """Longest start of the libp2p daemon; a second attempt follows."""
-
-    dht_timeout_s: float = 20.0
-    """Longest look-up or announcement."""
-
     def __post_init__(self) -> None:
-        if self.discovery not in DISCOVERIES:
-            raise ConfigError(f"unknown discovery {self.discovery!r}; known: {', '.join(DISCOVERIES)}")
-        check_peer_ids(self.allowed_peers)
-        for name in ("initial_peers", "known_peers", "host_maddrs", "announce_maddrs", "relays"):
-            if isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} must be a sequence of addresses, got one string: put it in a list")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        super().__post_init__()
+        for name in ("host_maddrs", "announce_maddrs", "relays"):
+            self._keep_tuple(name, "addresses")
         for address in (*self.host_maddrs, *self.announce_maddrs):
             check_address(address)
         for address in self.announce_maddrs:
             if "/tcp/0" in f"{address}/" or "/udp/0/" in f"{address}/":
                 raise ConfigError(f"cannot announce {address!r}: port 0 means any; give the real port")
-        for address in (*self.initial_peers, *self.known_peers, *self.relays):
+        for address in self.relays:
             peer_id_in(address)
-        if not self.client_mode and not self.host_maddrs and not self.relays:
-            raise ConfigError(
-                "host_maddrs is empty: a server needs an address to listen on, such as /ip4/0.0.0.0/tcp/0"
-            )
-        if not (self.start_timeout_s > 0 and self.dht_timeout_s > 0):
-            raise ConfigError(
-                f"timeouts must be positive, got start {self.start_timeout_s} s and DHT {self.dht_timeout_s} s"
-            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(ReachableConfig):
+    """Settings of a [`SwarmNode`][swarm_plugins.transport.node.SwarmNode]. By default it joins nothing.
+
+    Without ``host_maddrs`` and ``relays`` it is a client: it only sends requests, and enters no routing table.
+    """
+
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of peers to join by, each with ``/p2p/`` and the peer's id. Empty: start a new swarm."""
+
+    discovery: Discovery = "dht"
+    """How servers are found. ``static``: the initial peers are the servers; nothing is announced or looked up."""
+
+    auto_relay: bool = False
+    """Look for a relay if this machine turns out to be unreachable."""
+
+    nat_port_map: bool = True
+    """Ask the router (UPnP) to forward the port, unless the node listens on loopback addresses only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_discovery(self.discovery)
+        check_peer_ids(self.allowed_peers)
+        self._keep_tuple("initial_peers", "addresses")
+        for address in self.initial_peers:
+            peer_id_in(address)
+
+    @property
+    def is_client(self) -> bool:
+        """Whether others cannot call this node."""
+        return not self.host_maddrs and not self.relays
 
     @property
     def announced(self) -> tuple[str, ...]:
@@ -95,13 +138,8 @@ class NodeConfig:
         """Whether the node can be reached from this machine only."""
         return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in self.host_maddrs)
 
-    def check_files(self) -> None:
-        """Reads the secret and the identity, as the node will when it starts.
 
-        Raises:
-            ConfigError: If a file cannot be used.
-        """
-        if self.secret_file is not None:
-            load_secret(self.secret_file)
-        if self.identity_path is not None:
-            check_identity(self.identity_path)
+def check_discovery(discovery: object) -> None:
+    """Raises ConfigError unless servers can be found that way."""
+    if discovery not in _DISCOVERIES:
+        raise ConfigError(f"unknown discovery {discovery!r}; known: {', '.join(_DISCOVERIES)}")

@@ -69,6 +69,8 @@ _FIRST_ANSWER_S = 12.0
 _ANSWER_S = 3.0
 """Timeout of every later call; losing a few of these does no harm."""
 _LEAVE_TIMEOUT_S = 3.0
+_CALL_TIMEOUT_S = 20.0
+"""Longest look-up or announcement."""
 _TOMBSTONE_S = 60.0
 # Two records of one owner under one key differ in their expiration.
 _LATER_S = 0.001
@@ -80,10 +82,13 @@ class SwarmDHT:
     The DHT runs in a thread of its own: what strangers make it do delays no request of the node's event loop.
     """
 
-    def __init__(self, daemon: Daemon, identity: Identity, config: NodeConfig, gate: Gate) -> None:
+    def __init__(
+        self, daemon: Daemon, identity: Identity, config: NodeConfig, known_peers: tuple[str, ...], gate: Gate
+    ) -> None:
         self._daemon = daemon
         self._identity = identity
         self._config = config
+        self._known = known_peers
         self._gate = gate
         self._loop = LoopThread("swarm-dht")
         self._connection: DHTConnection | None = None
@@ -109,7 +114,7 @@ class SwarmDHT:
         dht = await DHTNode.create(
             p2p=connection,
             initial_peers=[f"/p2p/{peer_id_in(address)}" for address in self._config.initial_peers] or None,
-            client_mode=self._config.client_mode,
+            client_mode=self._config.is_client,
             node_id=node_id_of(connection.peer_id),
             record_validator=Admission(connection.origins),
             wait_timeout=_FIRST_ANSWER_S,
@@ -128,9 +133,9 @@ class SwarmDHT:
         dht.protocol.storage = BoundedStorage()
         dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1
-        addresses = (*self._config.initial_peers, *self._config.known_peers)
+        addresses = (*self._config.initial_peers, *self._known)
         neighbors = Neighbors(connection, self._daemon.socket_path, dht, addresses)
-        if self._config.known_peers:
+        if self._known:
             await neighbors.call_lost()
         self._neighbors, self._dht = neighbors, dht
 
@@ -178,8 +183,8 @@ class SwarmDHT:
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Announces that this node serves ``info``; see `SwarmNode.announce`."""
-        if self._config.client_mode:
-            raise ConfigError("a node in client mode cannot announce: start it with client_mode=False")
+        if self._config.is_client:
+            raise ConfigError("a client cannot announce: give it host_maddrs")
         if not 0 < ttl_s <= MAX_TTL_S:
             raise ConfigError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, got {ttl_s}")
         try:
@@ -245,9 +250,8 @@ class SwarmDHT:
         version = self._version or ""
         return {own_server_key(version, self._daemon.peer_id): GoneRecord(version=version)}
 
-    async def _there(self, work: Coroutine[Any, Any, _T], what: str, *, timeout_s: float | None = None) -> _T:
-        """Runs a coroutine in the DHT's thread, within ``dht_timeout_s`` and as long as the daemon lives."""
-        timeout_s = self._config.dht_timeout_s if timeout_s is None else timeout_s
+    async def _there(self, work: Coroutine[Any, Any, _T], what: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> _T:
+        """Runs a coroutine in the DHT's thread, within ``timeout_s`` and as long as the daemon lives."""
         return await self._daemon.race(asyncio.wrap_future(self._loop.submit(work)), timeout_s=timeout_s, what=what)
 
     def _running(self) -> DHTNode:
@@ -297,7 +301,7 @@ class SwarmDHT:
 
     @property
     def _initial(self) -> list[PeerID]:
-        addresses = (*self._config.initial_peers, *self._config.known_peers)
+        addresses = (*self._config.initial_peers, *self._known)
         return [PeerID.from_base58(peer) for peer in dict.fromkeys(map(peer_id_in, addresses[:_MAX_INITIAL]))]
 
     async def _find(self, keys: Iterable[str]) -> list[tuple[str, Record]]:

@@ -44,6 +44,7 @@ class SwarmNode:
 
     Args:
         config: Settings. None: the defaults.
+        known_peers: Addresses of further peers to call; unlike without the initial ones, it starts if none answers.
         limits: Bounds on messages and streams.
         ledger: Counts what peers' requests hold, also while they are worked on. None: ``max_receiving_bytes``.
         counts: Counts on, over the streams of this node. None: from 0.
@@ -53,11 +54,13 @@ class SwarmNode:
         self,
         config: NodeConfig | None = None,
         *,
+        known_peers: tuple[str, ...] = (),
         limits: WireLimits = DEFAULT_LIMITS,
         ledger: Ledger | None = None,
         counts: StreamCounts | None = None,
     ) -> None:
         self._config = config or NodeConfig()
+        self._known = known_peers
         self._limits = limits
         self.counts = counts or StreamCounts()
         """What all streams have carried so far; a successor counts on."""
@@ -88,19 +91,19 @@ class SwarmNode:
         secret = None if config.secret_file is None else load_secret(config.secret_file)
         try:
             if self._identity is None:
-                self._identity = IdentityFile.take(self._config.identity_path)
+                self._identity = IdentityFile.take(self._config.identity)
             self._daemon = await start_daemon(self._config, self._identity)
             self._identity.delete_if_temporary()  # the daemon has read it
             self._memory = DaemonMemory(self._daemon, self._in_use)
             self._memory.start()
             opening = functools.partial(open_stream, self._daemon.socket_path)
             self._gate = Gate(self._daemon.peer_id, opening, allowed=config.allowed_peers, secret=secret)
-            if secret is not None and not config.client_mode:
+            if secret is not None and not config.is_client:
                 await self._register(PROOF_PROTOCOL, self._gate.answer)
             if config.discovery == "static":
-                self._dht = StaticPeers(self._daemon, self, config)
+                self._dht = StaticPeers(self._daemon, self, config.initial_peers, self._known)
             else:
-                self._dht = SwarmDHT(self._daemon, self._identity.identity, config, self._gate)
+                self._dht = SwarmDHT(self._daemon, self._identity.identity, config, self._known, self._gate)
             await self._join(self._dht)
             self._relays = Relays(self._daemon, config.relays, opening)
             await self._relays.start()
@@ -145,9 +148,9 @@ class SwarmNode:
             replace(
                 config,
                 initial_peers=(),
-                known_peers=tuple(dict.fromkeys((*config.initial_peers, *config.known_peers, *known))),
                 host_maddrs=hosts or config.host_maddrs,
             ),
+            known_peers=tuple(dict.fromkeys((*config.initial_peers, *self._known, *known))),
             limits=self._limits,
             ledger=self._ledger,
             counts=self.counts,
@@ -227,9 +230,9 @@ class SwarmNode:
         await _started(self._daemon).wait_dead()
 
     async def addresses(self) -> tuple[str, ...]:
-        """Returns the addresses at which others can reach this node; empty in client mode."""
+        """Returns the addresses at which others can reach this node; empty of a client."""
         daemon = _started(self._daemon)
-        if self._config.client_mode:
+        if self._config.is_client:
             return ()
         visible = await daemon.race(
             daemon.p2p.get_visible_maddrs(latest=True), timeout_s=10.0, what="asking the libp2p daemon"
@@ -240,10 +243,10 @@ class SwarmNode:
         """Calls a handler for each incoming stream of its rpc.
 
         Raises:
-            ConfigError: If an rpc is unknown, or the node is in client mode.
+            ConfigError: If an rpc is unknown, or the node is a client.
         """
-        if self._config.client_mode:
-            raise ConfigError("a node in client mode cannot serve: start it with client_mode=False")
+        if self._config.is_client:
+            raise ConfigError("a client cannot serve: give its node host_maddrs")
         for rpc, handler in handlers.items():
             accept = functools.partial(self._acceptor.accept, rpc, handler)
             await self._register(protocol_name(rpc), accept)
@@ -288,7 +291,7 @@ class SwarmNode:
         """Announces in the DHT for ``ttl_s`` seconds that this node serves ``info``; repeat it in time.
 
         Raises:
-            ConfigError: If ``info`` or ``ttl_s`` is out of range, or the node is in client mode.
+            ConfigError: If ``info`` or ``ttl_s`` is out of range, or the node is a client.
             TransportError: If no node of the DHT accepts it.
         """
         await self._member.announce(info, ttl_s)

@@ -24,13 +24,13 @@ async def echo(channel: Channel) -> None:
 
 
 @asynccontextmanager
-async def server(*initial_peers: str, **settings: Any) -> AsyncIterator[SwarmNode]:
-    async with SwarmNode(NodeConfig(initial_peers=initial_peers, **settings)) as node:
+async def server(*initial_peers: str, known_peers: tuple[str, ...] = (), **settings: Any) -> AsyncIterator[SwarmNode]:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers, **settings), known_peers=known_peers) as node:
         await node.serve({"rpc_forward": echo})
         yield node
 
 
 @asynccontextmanager
 async def client(*initial_peers: str, **settings: Any) -> AsyncIterator[SwarmNode]:
-    async with SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True, **settings)) as node:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers, host_maddrs=(), **settings)) as node:
         yield node

@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
 async def watch(swarm: LocalSwarm, honest: PreTrainedModel, expected: Tensor) -> Seen:
     ended = asyncio.Event()
-    config = NodeConfig(initial_peers=tuple(swarm.initial_peers), client_mode=True, discovery="static")
+    config = NodeConfig(initial_peers=tuple(swarm.initial_peers), host_maddrs=(), discovery="static")
 
     async def usual_answer() -> float:
         waits = []
@@ -156,7 +156,7 @@ async def send_sybils(address: str) -> list[bool]:
     """Sends records of peers that do not exist, each signed by itself; returns which were stored."""
     peer = PeerID.from_base58(address.rpartition("/")[2])
     attacker = await P2P.create(initial_peers=[address], dht_mode="client", no_listen=True)
-    async with SwarmNode(NodeConfig(initial_peers=(address,), client_mode=True)) as node:
+    async with SwarmNode(NodeConfig(initial_peers=(address,), host_maddrs=())) as node:
         ((version, found),) = ((one, of) for one, of in (await node.models()).items() if one != OTHER)
         info = next(iter((await node.servers(version, found.num_blocks)).values()))
     stored: list[bool] = []

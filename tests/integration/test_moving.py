@@ -22,7 +22,7 @@ PROMPT = torch.randint(3, 100, (1, 6), generator=torch.Generator().manual_seed(0
 
 
 def look(peers: list[str]) -> ModelStatus:
-    [found] = asyncio.run(survey(NodeConfig(initial_peers=tuple(peers), client_mode=True), None, timeout_s=20.0))
+    [found] = asyncio.run(survey(NodeConfig(initial_peers=tuple(peers), host_maddrs=()), None, timeout_s=20.0))
     return found
 
 

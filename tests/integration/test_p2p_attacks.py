@@ -373,7 +373,7 @@ def test_a_refused_stream_is_told_why() -> None:
     async def body() -> None:
         async with SwarmNode(limits=WireLimits(max_streams=4)) as host:
             await host.serve({"rpc_forward": echo})
-            config = NodeConfig(initial_peers=await host.addresses(), client_mode=True)
+            config = NodeConfig(initial_peers=await host.addresses(), host_maddrs=())
             async with SwarmNode(config) as guest:
                 first = await guest.open(host.peer_id, "rpc_forward", timeout_s=20.0)
                 await first.send(InfoRequest())

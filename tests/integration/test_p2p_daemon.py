@@ -27,7 +27,7 @@ import asyncio, sys
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 
 async def main():
-    node = SwarmNode(NodeConfig(client_mode=sys.argv[1] == "client"))
+    node = SwarmNode(NodeConfig(host_maddrs=() if sys.argv[1] == "client" else ("/ip4/127.0.0.1/tcp/0",)))
     await node.start()
     print(node._daemon.pid, flush=True)
     if sys.argv[2] == "exit":

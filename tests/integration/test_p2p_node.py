@@ -308,7 +308,7 @@ def test_initial_peers_that_cannot_be_reached_are_named() -> None:
         async with server() as host:
             (address,) = await host.addresses()
         with pytest.raises(TransportError, match=f"none of the initial peers can be reached: {address}"):
-            await SwarmNode(NodeConfig(initial_peers=(address,), client_mode=True)).start()
+            await SwarmNode(NodeConfig(initial_peers=(address,), host_maddrs=())).start()
 
     run(body)
 
@@ -329,10 +329,10 @@ def test_an_identity_copied_to_another_machine_is_refused(tmp_path: Path) -> Non
     async def body() -> None:
         async with server() as first:
             peers = await first.addresses()
-            config = NodeConfig(identity_path=tmp_path / "id", initial_peers=peers)
+            config = NodeConfig(identity=tmp_path / "id", initial_peers=peers)
             async with SwarmNode(config) as original:
                 shutil.copy(tmp_path / "id", tmp_path / "copy")
-                copied = NodeConfig(identity_path=tmp_path / "copy", initial_peers=peers)
+                copied = NodeConfig(identity=tmp_path / "copy", initial_peers=peers)
                 # Others can only be told of a peer that they know: the first one has to have heard where it is.
                 await can_be_found(original.peer_id, peers)
                 with pytest.raises(ConfigError, match=f"another peer of the swarm.*copy.*{original.peer_id}.*own file"):
@@ -347,7 +347,7 @@ def test_an_identity_copied_to_another_machine_is_refused(tmp_path: Path) -> Non
 def test_a_record_left_by_an_earlier_run_gives_way(tmp_path: Path) -> None:
     async def body() -> None:
         async with server() as first:
-            config = NodeConfig(identity_path=tmp_path / "id", initial_peers=await first.addresses())
+            config = NodeConfig(identity=tmp_path / "id", initial_peers=await first.addresses())
             async with SwarmNode(config) as earlier:
                 await earlier.announce(INFO, ttl_s=600.0)
             async with SwarmNode(config) as later:
@@ -360,15 +360,15 @@ def test_a_record_left_by_an_earlier_run_gives_way(tmp_path: Path) -> None:
 
 def test_a_port_in_use_and_a_shared_identity_are_refused(tmp_path: Path) -> None:
     async def body() -> None:
-        async with SwarmNode(NodeConfig(identity_path=tmp_path / "id")) as host:
+        async with SwarmNode(NodeConfig(identity=tmp_path / "id")) as host:
             (address,) = await host.addresses()
             port_address = address.split("/p2p/")[0]
             with pytest.raises(ConfigError, match=f"cannot listen on {port_address}: Address already in use"):
                 await SwarmNode(NodeConfig(host_maddrs=(port_address,))).start()
             with pytest.raises(ConfigError, match="in use by another node on this machine"):
-                await SwarmNode(NodeConfig(identity_path=tmp_path / "id")).start()
+                await SwarmNode(NodeConfig(identity=tmp_path / "id")).start()
             peer = host.peer_id
-        async with SwarmNode(NodeConfig(identity_path=tmp_path / "id", host_maddrs=(port_address,))) as again:
+        async with SwarmNode(NodeConfig(identity=tmp_path / "id", host_maddrs=(port_address,))) as again:
             assert again.peer_id == peer
             assert await again.addresses() == (address,)
 

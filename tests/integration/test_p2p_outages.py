@@ -104,12 +104,12 @@ def test_a_client_sees_a_server_again_that_was_restarted(tmp_path: Path) -> None
     identity = tmp_path / "id"
 
     async def body() -> None:
-        async with SwarmNode(NodeConfig(identity_path=identity)) as server:
+        async with SwarmNode(NodeConfig(identity=identity)) as server:
             peers = await server.addresses()
             await server.announce(INFO, 60.0)
 
             async def join() -> SwarmNode:
-                node = SwarmNode(NodeConfig(initial_peers=peers, client_mode=True))
+                node = SwarmNode(NodeConfig(initial_peers=peers, host_maddrs=()))
                 await node.start()
                 return node
 
@@ -122,7 +122,7 @@ def test_a_client_sees_a_server_again_that_was_restarted(tmp_path: Path) -> None
                     await network.servers("v1", 8)
                 await asyncio.sleep(0.5)
             host = peers[0].rpartition("/p2p/")[0]
-            async with SwarmNode(NodeConfig(identity_path=identity, host_maddrs=(host,))) as server:
+            async with SwarmNode(NodeConfig(identity=identity, host_maddrs=(host,))) as server:
                 await server.announce(INFO, 60.0)
                 assert await sees(network, server.peer_id)
         finally:
@@ -193,7 +193,7 @@ def test_killed_daemons_come_back_under_their_names_and_no_server_is_an_island()
             found = {server: await server.addresses() for server in (first, second)}
 
             async def join() -> SwarmNode:
-                node = SwarmNode(NodeConfig(initial_peers=peers, client_mode=True))
+                node = SwarmNode(NodeConfig(initial_peers=peers, host_maddrs=()))
                 await node.start()
                 return node
 

@@ -158,7 +158,7 @@ def test_a_server_with_a_list_of_peers_serves_no_others(tmp_path: Path) -> None:
             await host.serve({"rpc_info": tell_info})
             await host.announce(INFO, 60.0)
             addresses = await host.addresses()
-            async with client(*addresses, identity_path=tmp_path / "guest") as guest:
+            async with client(*addresses, identity=tmp_path / "guest") as guest:
                 assert set(await guest.servers("v1", 8)) == {host.peer_id}
                 assert await is_served(guest, host.peer_id)
             with pytest.raises(TransportError, match=r"peer \w+ is not among the allowed peers of"):

@@ -100,7 +100,7 @@ Attack = Callable[[SwarmNode, Victim], Awaitable[None]]
 
 def play(victim: Victim, attack: Attack) -> None:
     async def scene() -> None:
-        async with SwarmNode(NodeConfig(initial_peers=victim.addresses, client_mode=True)) as node:
+        async with SwarmNode(NodeConfig(initial_peers=victim.addresses, host_maddrs=())) as node:
             try:
                 await attack(node, victim)
             finally:

@@ -34,7 +34,7 @@ def test_memory_of_a_vanished_client_comes_back(tmp_path: Path) -> None:
 
     async def scene(swarm: LocalSwarm) -> None:
         peer = swarm.servers[0].peer_id
-        config = NodeConfig(initial_peers=tuple(swarm.initial_peers), client_mode=True)
+        config = NodeConfig(initial_peers=tuple(swarm.initial_peers), host_maddrs=())
         async with SwarmNode(config) as watcher:
             before = await info_of(watcher, peer)
             async with SwarmNode(config) as client:
@@ -62,7 +62,7 @@ def test_server_whose_daemon_dies_joins_again(tmp_path: Path) -> None:
 
     async def scene(swarm: LocalSwarm) -> None:
         first, second = swarm.servers
-        config = NodeConfig(initial_peers=first.addresses, client_mode=True)
+        config = NodeConfig(initial_peers=first.addresses, host_maddrs=())
         async with SwarmNode(config) as watcher:
             [(version, known)] = (await watcher.models()).items()
             [daemon] = psutil.Process(second.pid).children()

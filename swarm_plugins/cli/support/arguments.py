@@ -54,8 +54,8 @@ def client_node(
         initial_peers=tuple(peers),
         discovery=discovery,
         secret_file=secret_file,
-        identity_path=identity,
-        client_mode=True,
+        identity=identity,
+        host_maddrs=(),
     )
     node.check_files()
     return node

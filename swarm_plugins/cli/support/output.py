@@ -25,18 +25,6 @@ OFFLOAD_WORDS = {
     "num_readers": "--offload readers",
 }
 """Options by the config fields that the library's messages name; users have typed options."""
-_SERVE_FIELDS = (
-    "num_blocks",
-    "initial_peers",
-    "host_maddrs",
-    "announce_maddrs",
-    "kv_bytes",
-    "activation_bytes",
-    "adapter_bytes",
-    "max_batch_tokens",
-    "max_session_tokens",
-)
-SERVE_WORDS = OFFLOAD_WORDS | {field: f"--{field.replace('_', '-')}" for field in _SERVE_FIELDS}
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server import limits
 from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite
@@ -52,7 +53,7 @@ async def _norms(service: Service, peer: str, request: NormsRequest, charge: Cha
         charge.claim(adapter.num_bytes)
         norms = await service.scheduler.train(
             lambda: tuple(norm.cpu() for norm in service.weight_norms(adapter)),
-            timeout_s=service.limits.request_timeout_s,
+            timeout_s=limits.REQUEST_TIMEOUT_S,
             peer=peer,
             load=Load(16, max(1, len(adapter.spec.layers))),
         )

@@ -1,6 +1,6 @@
 """The server's door: checks everything in a request once, before anything is computed or allocated for it.
 
-What a request may hold follows from the span's `SpanSpec` and the server's `ServiceLimits`; the span itself keeps cheap
+What a request may hold follows from the span's `SpanSpec` and the server's limits; the span itself keeps cheap
 invariants only.
 
 Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` width, ``P`` prefix.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs, adapter_of, start_of
+from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.transport.codec import has_non_finite
@@ -72,14 +73,14 @@ def check_finite(tensor: Tensor, name: str) -> None:
 
 def check_batch(service: Service, request: ForwardRequest, prefix_tokens: int) -> None:
     """Refuses a forward that is too large for one request: attention's cost grows with rows, prefix and sequence."""
-    limits, (rows, length) = service.limits, request.hidden.shape[:2]
-    if rows * length > limits.max_batch_tokens:
+    rows, length = request.hidden.shape[:2]
+    if rows * length > service.max_batch_tokens:
         raise BadRequestError(
             f"the batch has {rows} x {length} = {rows * length} tokens, the limit for one request is "
-            f"{limits.max_batch_tokens}: split it"
+            f"{service.max_batch_tokens}: split it"
         )
     # Without a prefix the sequence is bounded by the batch already, and may be one long row of it.
-    limit = max(limits.max_session_tokens, limits.max_batch_tokens)
+    limit = max(service.max_session_tokens, service.max_batch_tokens)
     if prefix_tokens + length > limit:
         raise BadRequestError(
             f"prefix and sequence have {prefix_tokens + length} tokens, the limit is {limit}: shorten the prefix"
@@ -93,10 +94,10 @@ def check_tensors(service: Service, request: ForwardRequest | SessionStep, block
     """Refuses what does not fit checked hidden states; ``before`` counts cached or prefix tokens per row."""
     hidden = request.hidden
     num_states = len(blocks) if request.collect_hidden else 1
-    if hidden.nbytes * num_states > service.limits.max_answer_bytes:
+    if hidden.nbytes * num_states > limits.MAX_ANSWER_BYTES:
         raise BadRequestError(
             f"the answer would have {num_states} hidden states of {hidden.nbytes} bytes = "
-            f"{hidden.nbytes * num_states} bytes, the limit is {service.limits.max_answer_bytes}: send fewer tokens at "
+            f"{hidden.nbytes * num_states} bytes, the limit is {limits.MAX_ANSWER_BYTES}: send fewer tokens at "
             "once, or ask for fewer blocks at once"
         )
     batch_size, num_new = hidden.shape[:2]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server import limits
 from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite, checked_output
@@ -33,7 +34,7 @@ async def experts_handler(service: ExpertsService, channel: Channel) -> None:
         submit = service.scheduler.call if is_urgent else service.scheduler.train
         found = await submit(
             lambda: _run(service, request, spans),
-            timeout_s=service.limits.request_timeout_s,
+            timeout_s=limits.REQUEST_TIMEOUT_S,
             peer=peer,
             load=Load(request.rows.shape[0] * (1 if request.grad is None else 3), 1),
         )
@@ -100,7 +101,7 @@ def _check_table(service: ExpertsService, request: ExpertsRequest) -> None:
     if rows.ndim != 1 or rows.dtype != torch.int32:
         raise BadRequestError(f"rows has shape {list(rows.shape)} and {rows.dtype}, expected [rows] of int32")
     num_rows, num_tokens = rows.shape[0], hidden.shape[0]
-    limit = min(service.limits.max_batch_tokens, service.limits.max_answer_bytes // (width * hidden.element_size()))
+    limit = min(service.max_batch_tokens, limits.MAX_ANSWER_BYTES // (width * hidden.element_size()))
     if not 0 < num_rows <= limit:
         raise BadRequestError(f"the request has {num_rows} rows, expected 1 to {limit}: split it")
     if num_tokens > num_rows:

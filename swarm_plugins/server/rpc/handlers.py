@@ -11,6 +11,7 @@ import torch
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import ExpertsService, Service
 from swarm_plugins.transport.channel import Channel
@@ -38,9 +39,9 @@ async def answer_requests(
     ``answer`` charges what it allocates, its answer included, to the peer: all of it counts until the answer has been
     read. A request that cannot be served is answered with a ``Failure``, and the stream lives on. A message that cannot
     be read ends it: what follows cannot be trusted to begin where a message begins. ``idle_s`` is the longest silence;
-    None: ``idle_stream_s`` of the service's limits.
+    None: `IDLE_STREAM_S`.
     """
-    patience_s = service.limits.idle_stream_s if idle_s is None else idle_s
+    patience_s = limits.IDLE_STREAM_S if idle_s is None else idle_s
 
     async def answer_next() -> bool:
         # A function of its own: a stream that waits for its next request must not keep the tensors of the last one.

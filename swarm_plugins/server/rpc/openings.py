@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server import limits
 from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.rpc.checks import check_hidden
@@ -50,7 +51,7 @@ async def opening_handler(service: Service, channel: Channel) -> None:
             kept.claim(num_states * inputs.hidden.nbytes)
             found, hashes = await service.scheduler.train(
                 lambda: _hashed(_inner_states(service, inputs, request.grad)),
-                timeout_s=service.limits.request_timeout_s,
+                timeout_s=limits.REQUEST_TIMEOUT_S,
                 peer=peer,
                 load=Load(inputs.num_tokens * (1 if request.grad is None else 4), len(inputs.blocks)),
             )

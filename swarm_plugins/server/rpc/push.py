@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import send_failure
@@ -31,7 +32,7 @@ async def push_handler(service: Service, channel: Channel) -> None:
     """Takes hidden states for sessions, until the stream ends or something is refused."""
     while True:
         try:
-            pushed = await channel.receive(timeout_s=service.limits.idle_session_s)
+            pushed = await channel.receive(timeout_s=limits.IDLE_SESSION_S)
             if pushed is None:
                 return
             if not isinstance(pushed, PushedHidden):
@@ -81,4 +82,4 @@ async def _deliver(service: Service, sender: str, pushed: PushedHidden) -> None:
     if to is None:
         raise RequestError("refused", f"this peer may not push step {pushed.step} of session {pushed.session!r}")
     check_hidden(service, pushed.hidden)
-    await to.inbox.deliver(pushed.step, pushed.hidden, timeout_s=service.limits.session_lease_s)
+    await to.inbox.deliver(pushed.step, pushed.hidden, timeout_s=limits.SESSION_LEASE_S)

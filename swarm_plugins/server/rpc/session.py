@@ -13,6 +13,7 @@ from swarm_plugins.blocks.kv import in_pages
 from swarm_plugins.blocks.runner import SessionCache, StepInputs
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.ledger import Charge, room_of
+from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import (
     check_blocks,
@@ -37,7 +38,7 @@ async def session_handler(service: Service, channel: Channel) -> None:
     """Opens a session, answers its steps and closes it with the stream."""
     async with _Stream(service, channel.remote_peer).living() as stream:
         kinds = (SessionOpen, SessionStep)
-        idle_s = service.limits.idle_session_s
+        idle_s = limits.IDLE_SESSION_S
         await answer_requests(service, channel, "rpc_session", kinds, stream.answer, idle_s=idle_s)
 
 
@@ -76,7 +77,7 @@ class _Stream:
         if self._session.is_closed:
             raise RequestError(
                 "unknown_session",
-                f"this session had no step for {self._service.limits.session_lease_s:g} s and gave its room to others: "
+                f"this session had no step for {limits.SESSION_LEASE_S:g} s and gave its room to others: "
                 "open a new one and replay",
             )
         return await self._step(self._session, request, charge), request.reply_codec
@@ -123,7 +124,7 @@ class _Stream:
         made: list[SessionCache] = []
         try:
             await service.scheduler.call(
-                lambda: made.append(make()), timeout_s=service.limits.request_timeout_s, peer=self._peer
+                lambda: made.append(make()), timeout_s=limits.REQUEST_TIMEOUT_S, peer=self._peer
             )
         except BaseException:
             service.scheduler.post(lambda: _close_all(made))
@@ -180,7 +181,7 @@ class _Stream:
             session.inbox.skip()
             return plain_step(request, request.hidden)
         check = fitting(request.hidden, request.pushed_bytes)
-        hidden = await session.inbox.take(check, timeout_s=self._service.limits.session_lease_s)
+        hidden = await session.inbox.take(check, timeout_s=limits.SESSION_LEASE_S)
         charge.claim(hidden.nbytes)
         return plain_step(request, hidden)
 
@@ -202,7 +203,7 @@ class _Stream:
             history, session.history = session.history, b""
             outputs = await service.scheduler.step(
                 inputs,
-                timeout_s=service.limits.request_timeout_s,
+                timeout_s=limits.REQUEST_TIMEOUT_S,
                 prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
                 peer=self._peer,
             )
@@ -228,17 +229,17 @@ def _fork(source: Session, batch_size: int) -> SessionCache:
 
 def _max_tokens(service: Service, blocks: range, batch_size: int) -> int:
     """Returns the longest sequence of a batch that the KV budget could hold without other sessions."""
-    if not 1 <= batch_size <= service.limits.max_batch_tokens:
-        raise BadRequestError(f"batch_size is {batch_size}, expected 1 to {service.limits.max_batch_tokens}")
-    most = service.limits.max_session_tokens
+    if not 1 <= batch_size <= service.max_batch_tokens:
+        raise BadRequestError(f"batch_size is {batch_size}, expected 1 to {service.max_batch_tokens}")
+    most = service.max_session_tokens
     if service.kv_tokens is None:
         return most
-    share = service.kv_tokens * service.limits.max_peer_kv_share
+    share = service.kv_tokens * limits.MAX_KV_SHARE
     return min(most, int(share * len(service.spec.blocks) / len(blocks)) // batch_size)
 
 
 def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
-    most = service.limits.max_session_tokens
+    most = service.max_session_tokens
     if num_tokens > most:
         return BadRequestError(
             f"the session would hold {num_tokens} tokens per row, this server allows {most}: "
@@ -256,7 +257,7 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> int
     check_hidden(service, request.hidden)
     rows, num_new = request.hidden.shape[:2]
     batch_size, cached = shape_after(
-        request.ops, session.cache.batch_size, session.cache.length, max_rows=service.limits.max_batch_tokens
+        request.ops, session.cache.batch_size, session.cache.length, max_rows=service.max_batch_tokens
     )
     if rows != batch_size:
         raise BadRequestError(f"hidden has {rows} rows, the session has {batch_size}")
@@ -285,7 +286,7 @@ def _room(service: Service, peer: str, asked: int) -> Iterator[None]:
     if service.kv_tokens is None or asked <= 0:
         yield
         return
-    sessions, limits, group_of = service.sessions, service.limits, service.points.group
+    sessions, group_of = service.sessions, service.points.group
     group = group_of(peer)
     total = service.kv_tokens * len(service.spec.blocks)
     free, held = total - sessions.held_tokens(), sessions.held_tokens(lambda owner: owner == peer)
@@ -295,8 +296,8 @@ def _room(service: Service, peer: str, asked: int) -> Iterator[None]:
         f"{total - free} of {total}: there is no room for {asked} more; close sessions, or use another server"
     )
     victims: list[Session] = []
-    expired = iter(sessions.expired(limits.session_lease_s, rank=service.points.rank))
-    while asked > room_of(free, held, of_group, limits.max_peer_kv_share):
+    expired = iter(sessions.expired(limits.SESSION_LEASE_S, rank=service.points.rank))
+    while asked > room_of(free, held, of_group, limits.MAX_KV_SHARE):
         victim = next(expired, None)
         if victim is None:
             raise CapacityError(message)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server import limits
 from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import (
@@ -49,7 +50,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
     peer = channel.remote_peer
 
     async def answer(request: ForwardRequest, charge: Charge) -> Answer:
-        timeout_s, push_to, is_pushed = service.limits.request_timeout_s, request.push_to, request.pushed is not None
+        timeout_s, push_to, is_pushed = limits.REQUEST_TIMEOUT_S, request.push_to, request.pushed is not None
         request = plain_forward(request, await _input(service, peer, request.hidden, request.pushed, charge))
         with checked_inputs(service, peer, request, charge) as inputs:
             portions = cut_batch(inputs, service.spec, service.run_limits)
@@ -109,7 +110,7 @@ async def _input(service: Service, peer: str, sent: Tensor, pushed: PushSlot | N
     if pushed is None:
         return sent
     with service.slots.waiting(peer, pushed) as inbox:
-        found = await inbox.take(fitting(sent, pushed.num_bytes), timeout_s=service.limits.session_lease_s)
+        found = await inbox.take(fitting(sent, pushed.num_bytes), timeout_s=limits.SESSION_LEASE_S)
     charge.claim(found.nbytes)
     return found
 
@@ -194,7 +195,7 @@ async def _backward(
     work = 3 if isinstance(parts[0], Portion) else 2
     tokens = sum(part.inputs.num_tokens for part in parts)
     load = Load(work * tokens, len(parts[0].inputs.blocks))
-    found = await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer, load=load)
+    found = await service.scheduler.train(run, timeout_s=limits.REQUEST_TIMEOUT_S, peer=peer, load=load)
     service.counts.tokens["backward"] += tokens
     return found
 

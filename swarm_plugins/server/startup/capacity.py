@@ -151,8 +151,8 @@ def set_budgets(service: Service | ExpertsService, config: ServeConfig) -> int:
         service.activations.budget_bytes = graph_bytes
         service.run_limits = replace(service.run_limits, run_bytes=run_bytes)
     token_bytes = 4 * hidden_size * torch.float32.itemsize
-    tokens = max(1, min(config.limits.max_batch_tokens, service.ledger.most_of_peer // token_bytes))
-    service.limits = replace(service.limits, max_batch_tokens=tokens)
+    tokens = max(1, min(config.max_batch_tokens, service.ledger.most_of_peer // token_bytes))
+    service.max_batch_tokens = tokens
     return tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,12 +59,12 @@ class SpanLoader:
                 pool=self.pool,
                 offload=config.offload if self.elsewhere is None else None,
                 elsewhere=self.elsewhere,
-                progress=config.show_progress,
+                progress=sys.stderr.isatty(),
             )
 
     async def measured(self, span: Span) -> Speed:
         """Measures a span; without its remote experts if these have no holders yet."""
-        tokens = self.config.limits.max_batch_tokens
+        tokens = self.config.max_batch_tokens
         try:
             return await in_thread(lambda: measure(span, max_tokens=tokens, weights=storages(span)))
         except MissingExpertsError as error:

@@ -23,7 +23,7 @@ _MAX_RECEIVERS = 16
 """Servers to which this one hands on the outputs of one client: whoever may name any peer could have all called."""
 _CONNECT_S = 5.0
 _SEND_S = 30.0
-"""For one output, connecting included. A server waits no longer for its input: see `ServiceLimits.session_lease_s`."""
+"""For one output, connecting included. A server waits no longer for its input: see `SESSION_LEASE_S`."""
 _MOMENT_S = 0.02
 _MAX_WAITING = 16
 """Outputs of a session on their way to the next server: chunks of a prompt, which that one computes meanwhile."""

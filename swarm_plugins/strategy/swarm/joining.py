@@ -52,7 +52,7 @@ def make_run(module: nn.Module, run_id: str, config: RunConfig, settings: SwarmS
         adapter="; ".join(dict.fromkeys(map(_described, configs))) or "none of PEFT's",
         settings="; ".join(dict.fromkeys(map(_settings, configs))),
         config=config,
-        node=config.node(settings.initial_peers, settings.config.secret_file),
+        node=config.node_in(settings.initial_peers, settings.config.secret_file),
     )
 
 

@@ -31,6 +31,8 @@ _T = TypeVar("_T")
 MAX_DAEMON_MESSAGE_BYTES = 1 << 20
 """Largest call of the DHT, or answer to one, that the daemon passes on."""
 
+_START_TIMEOUT_S = 60.0
+"""Longest start of the daemon; a second attempt follows."""
 _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
 _IDENTITY_CHECK_PAUSES_S = (0.0, 0.2, 0.4, 0.8)
@@ -123,17 +125,16 @@ async def start_daemon(config: NodeConfig, identity: IdentityFile) -> Daemon:
         ConfigError: If an address is in use or cannot be listened on, or another peer has the same identity.
         TransportError: If no initial peer can be reached, or the daemon does not start.
     """
-    if not config.client_mode:
-        for address in config.host_maddrs:
-            _check_port_free(address)
+    for address in config.host_maddrs:
+        _check_port_free(address)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            if identity.existed and config.initial_peers and not config.client_mode and config.discovery == "dht":
+            if identity.existed and config.initial_peers and not config.is_client and config.discovery == "dht":
                 await _check_identity_free(config, identity)
             return Daemon(await _create(_arguments(config, identity.path)))
         except P2PDaemonError as exc:
             if "failed to start in" in str(exc) and attempt < _ATTEMPTS:
-                log.warning("the libp2p daemon has not started within %g s; trying again", config.start_timeout_s)
+                log.warning("the libp2p daemon has not started within %g s; trying again", _START_TIMEOUT_S)
                 continue
             raise _translate(exc, config) from exc
         except OSError as exc:
@@ -156,7 +157,7 @@ async def _check_identity_free(config: NodeConfig, identity: IdentityFile) -> No
             "no_listen": True,
             "auto_nat": False,
             "nat_port_map": False,
-            "startup_timeout": config.start_timeout_s,
+            "startup_timeout": _START_TIMEOUT_S,
         }
     )
     try:
@@ -226,7 +227,7 @@ async def _stop(p2p: P2P) -> None:
 
 def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
     is_static = config.discovery == "static"
-    reaches_outside = not config.client_mode and not config.is_loopback_only
+    reaches_outside = not config.is_loopback_only
     return {
         "initial_peers": [] if is_static else list(config.initial_peers),
         "announce_maddrs": list(config.announced) or None,
@@ -234,12 +235,12 @@ def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
         "identity_path": str(identity_path),
         # See `_check_identity_free`.
         "check_if_identity_free": False,
-        "dht_mode": "client" if config.client_mode or is_static else "server",
-        "no_listen": not config.host_maddrs or (config.client_mode and not config.use_auto_relay),
+        "dht_mode": "client" if config.is_client or is_static else "server",
+        "no_listen": not config.host_maddrs,
         "auto_nat": reaches_outside,
         "nat_port_map": reaches_outside and config.nat_port_map,
-        "use_auto_relay": config.use_auto_relay,
-        "startup_timeout": config.start_timeout_s,
+        "use_auto_relay": config.auto_relay,
+        "startup_timeout": _START_TIMEOUT_S,
         "persistent_conn_max_msg_size": MAX_DAEMON_MESSAGE_BYTES,
     }
 
@@ -257,7 +258,7 @@ def _translate(exc: Exception, config: NodeConfig) -> TransportError | ConfigErr
         )
     if "failed to start in" in reason:
         return TransportError(
-            f"the libp2p daemon has not started within {config.start_timeout_s:g} s, {_ATTEMPTS} times; "
+            f"the libp2p daemon has not started within {_START_TIMEOUT_S:g} s, {_ATTEMPTS} times; "
             "the machine is overloaded, or initial_peers lead to a firewall that drops packets"
         )
     if "listen" in reason or "assign" in reason:

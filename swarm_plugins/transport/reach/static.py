@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from swarm_plugins.errors import ConfigError, ProtocolError, RemoteError, TransportError, printable
 from swarm_plugins.transport.channel import Opener
-from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon.process import Daemon
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.reach.addresses import peer_id_in, place_in
@@ -46,14 +46,17 @@ class StaticPeers:
     Args:
         daemon: The node's daemon.
         network: The node.
-        config: Names the peers.
+        initial_peers: Addresses of the peers.
+        known_peers: Addresses of others, of which none need answer.
     """
 
-    def __init__(self, daemon: Daemon, network: Opener, config: NodeConfig) -> None:
+    def __init__(
+        self, daemon: Daemon, network: Opener, initial_peers: Sequence[str], known_peers: Sequence[str]
+    ) -> None:
         self._daemon = daemon
         self._network = network
-        self._places = {peer_id_in(one): place_in(one) for one in (*config.initial_peers, *config.known_peers)}
-        self._must_answer = config.initial_peers
+        self._places = {peer_id_in(one): place_in(one) for one in (*initial_peers, *known_peers)}
+        self._must_answer = initial_peers
         self._reached: set[str] = set()
 
     async def start(self) -> None:

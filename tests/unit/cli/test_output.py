@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.support.output import OFFLOAD_WORDS, SERVE_WORDS, in_options
+from swarm_plugins.cli.support.output import OFFLOAD_WORDS, in_options
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,6 @@ def test_commands_speak_of_their_options(
     assert words in " ".join(result.output.split())
 
 
-def test_every_word_of_serve_is_an_option_of_it() -> None:
-    shown = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", "--help"]).output
-    assert all(option.split()[0] in shown for option in SERVE_WORDS.values())
-
-
 def test_help_of_every_command_begins_with_an_imperative() -> None:
     todo, first_words = [typer.main.get_command(app)], set()
     while todo:
@@ -77,12 +72,10 @@ def test_help_of_every_command_begins_with_an_imperative() -> None:
         "Host",
         "Let",
         "Make",
-        "Measure",
         "Print",
         "Publish",
         "Serve",
         "Show",
-        "Simulate",
         "Talk",
         "Train",
         "Write",

@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.serve import parse_experts, parse_slice
+from swarm_plugins.cli.serve import parse_experts
+from swarm_plugins.cli.support.config_options import parsed
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.config import ServeConfig
 
 PEER = "12D3KooWHTzWXxbE9AWiBme5J3Az76rw2KWvTFW2nRUwFGLbbjDn"
 FIRST, SECOND = (f"/ip4/192.0.2.{number}/tcp/5/p2p/{PEER}" for number in (1, 2))
@@ -128,6 +130,6 @@ def test_other_words_for_experts_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "2", "0:2", "a/b", "-1/2"])
 def test_a_slice_is_two_numbers(text: str) -> None:
-    assert parse_slice("0/2") == (0, 2)
+    assert parsed(ServeConfig, {"slice": "0/2"}) == {"slice": (0, 2)}
     with pytest.raises(ConfigError, match=r"invalid --slice .*: expected K/N such as 0/2"):
-        parse_slice(text)
+        parsed(ServeConfig, {"slice": text})

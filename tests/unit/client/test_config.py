@@ -27,7 +27,9 @@ from swarm_plugins.errors import ConfigError
         pytest.param({"local_blocks": 2}, r"invalid local_blocks 2: .* such as \(2, 1\)", id="one"),
         pytest.param({"verify_bytes": "1GB"}, r"verify_bytes must be a whole number, 0 or more; got '1GB'", id="bytes"),
         pytest.param({"local_fallback": "yes"}, r"local_fallback must be True or False, got 'yes'", id="fallback"),
-        pytest.param({"allowed_peers": "12D3"}, r"invalid allowed_peers '12D3': expected peer ids", id="text"),
+        pytest.param(
+            {"allowed_peers": "12D3"}, r"invalid allowed_peers '12D3': expected a list of peer ids", id="text"
+        ),
         pytest.param({"allowed_peers": ()}, r"allowed_peers is empty", id="peers"),
     ],
 )

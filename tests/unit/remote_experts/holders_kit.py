@@ -20,7 +20,6 @@ from swarm_plugins.remote_experts.held import HOLDER_BITS, load_held_experts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.server.compute.scheduler import Scheduler
-from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import ExpertsService
 from swarm_plugins.testing.transports import LocalTransport
@@ -78,7 +77,7 @@ def serving(
     held: Mapping[str, Held],
     *,
     config: SwarmConfig | None = None,
-    limits: ServiceLimits | None = None,
+    max_batch_tokens: int = 16_384,
 ) -> Iterator[Holders]:
     """Serves experts of a model inside this process."""
     checkpoint = Checkpoint.open(directory)
@@ -106,7 +105,7 @@ def serving(
                 (name for name, bits in HOLDER_BITS.items() if bits == what.bits), f"experts-int{what.bits}"
             ),
             throughput=1e6,
-            max_batch_tokens=(limits or ServiceLimits()).max_batch_tokens,
+            max_batch_tokens=max_batch_tokens,
             experts=(what.experts.start, what.experts.stop),
             slice=what.part,
         )
@@ -117,7 +116,7 @@ def serving(
             held=experts,
             scheduler=scheduler,
             info=lambda info=info: info,  # type: ignore[misc]
-            limits=limits or ServiceLimits(),
+            max_batch_tokens=max_batch_tokens,
         )
     handlers = {peer: dict(service_handlers(service)) for peer, service in services.items()}
     transport = LocalTransport(handlers)

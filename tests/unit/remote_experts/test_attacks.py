@@ -14,11 +14,10 @@ from holders_kit import Held, Holders, serving
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.remote_experts.held import load_held_experts
-from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse, Failure, ForwardRequest, Message
 
 WIDTH = 32
-LIMITS = ServiceLimits(max_batch_tokens=64)
+MAX_TOKENS = 64
 
 
 def request_of(served: str, **changes: Any) -> ExpertsRequest:
@@ -94,7 +93,7 @@ ATTACKS = {
 
 
 def test_each_attack_is_one_typed_refusal_and_the_stream_lives_on(mixtral: Path) -> None:
-    with serving(mixtral, {"a": Held(range(3))}, limits=LIMITS) as holders:
+    with serving(mixtral, {"a": Held(range(3))}, max_batch_tokens=MAX_TOKENS) as holders:
         info = holders.connection.loop.run(holders.connection.peers.info("a"))
         honest = request_of(info.version)
         (first,) = ask(holders, honest)
@@ -120,7 +119,7 @@ def test_other_messages_and_other_rpcs_are_refused(mixtral: Path) -> None:
 def test_one_owner_cannot_fill_the_queue(mixtral: Path) -> None:
     """More large requests at once than one peer may have waiting: some are refused as overloaded, none hangs."""
     rows = 2048
-    with serving(mixtral, {"a": Held(range(3))}, limits=ServiceLimits(max_batch_tokens=rows)) as holders:
+    with serving(mixtral, {"a": Held(range(3))}, max_batch_tokens=rows) as holders:
         info = holders.connection.loop.run(holders.connection.peers.info("a"))
         large = request_of(
             info.version, counts=(rows - 1, 1), hidden=torch.ones(2, WIDTH), rows=torch.ones(rows, dtype=torch.int32)

@@ -182,12 +182,10 @@ def test_when_the_last_holder_dies_the_error_names_it(mixtral: Path) -> None:
 
 
 def test_a_batch_larger_than_a_holder_takes_is_cut(mixtral: Path) -> None:
-    from swarm_plugins.server.config import ServiceLimits
-
     tokens = TOKENS.repeat(3, 4)
     with serving(mixtral, REPLICAS) as holders:
         whole = load_remote_experts(mixtral, connection=holders.connection)(tokens).logits
-    with serving(mixtral, REPLICAS, limits=ServiceLimits(max_batch_tokens=10)) as holders:
+    with serving(mixtral, REPLICAS, max_batch_tokens=10) as holders:
         cut = load_remote_experts(mixtral, connection=holders.connection)(tokens).logits
         assert all(len(request.rows) <= 10 for _, request in holders.asked)
         assert len(holders.asked) > 2 * tokens.numel() * 2 / 10 - 1

@@ -6,8 +6,8 @@ import pytest
 from fake_server import VERSION, FakeRunner, replace_info
 
 from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.server import limits
 from swarm_plugins.server.compute.scheduler import Scheduler
-from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
@@ -29,7 +29,8 @@ def scheduler(runner: FakeRunner) -> Iterator[Scheduler]:
 
 
 @pytest.fixture
-def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
+def service(runner: FakeRunner, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> Service:
+    monkeypatch.setattr(limits, "MAX_KV_SHARE", 1.0)
     info = ServerInfo(version=VERSION, model="tiny", num_blocks=8, start=2, end=6, dtype="float32", quantization="none")
     return Service(
         version=VERSION,
@@ -38,9 +39,8 @@ def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
         scheduler=scheduler,
         info=lambda: replace_info(info, load=scheduler.load),
         check_adapter=lambda digest, spec, tensors, run_bytes: LoadedAdapter(digest=digest, spec=spec, tensors=tensors),
-        limits=ServiceLimits(
-            max_batch_tokens=256, max_session_tokens=100, max_sessions_per_peer=3, max_peer_kv_share=1.0
-        ),
+        max_batch_tokens=256,
+        max_session_tokens=100,
         kv_tokens=200,
         activations=ActivationStore(1 << 20),
         adapters=AdapterStore(1 << 16),

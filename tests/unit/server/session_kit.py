@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import torch
 from fake_server import VERSION, WIDTH, transport_to
 
-from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
@@ -49,7 +46,3 @@ def play(
             await service.scheduler.call(lambda: None, timeout_s=5)  # closing is done by now: calls keep their order
 
     asyncio.run(run())
-
-
-def limits_with(service: Service, **fields: Any) -> ServiceLimits:
-    return dataclasses.replace(service.limits, **fields)

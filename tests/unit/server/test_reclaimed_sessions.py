@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.server import limits
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
@@ -32,14 +33,15 @@ class PauseAt(LogitsProcessor):
         return scores
 
 
-def test_a_reclaimed_session_is_replayed_to_the_same_tokens(tmp_path: Path) -> None:
+def test_a_reclaimed_session_is_replayed_to_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny("llama", tmp_path / "tiny")
     expected = AutoModelForCausalLM.from_pretrained(model).eval().generate(PROMPT, max_new_tokens=8, do_sample=False)
     with InProcessSwarm(model, spans=[(0, 4)]) as swarm:
         service = swarm.services["peer0"]
         # Two pages of 64 tokens: one generation of 68 tokens at a time.
         service.kv_tokens = 192
-        service.limits = dataclasses.replace(service.limits, session_lease_s=LEASE_S, max_peer_kv_share=1.0)
+        monkeypatch.setattr(limits, "SESSION_LEASE_S", LEASE_S)
+        monkeypatch.setattr(limits, "MAX_KV_SHARE", 1.0)
         remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
         found: list[Tensor] = []
 

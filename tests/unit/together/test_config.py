@@ -23,7 +23,9 @@ from swarm_plugins.errors import ConfigError
             {"steps_per_round": True}, "steps_per_round must be a whole number, 1 or more; got True", id="bool"
         ),
         pytest.param({"max_peers": 10_000}, "max_peers must be a whole number from 1 to ", id="peers"),
-        pytest.param({"relays": "/ip4/1.2.3.4"}, "relays must be a list of strings, got '/ip4/1.2.3.4'", id="list"),
+        pytest.param(
+            {"relays": "/ip4/1.2.3.4"}, "invalid relays '/ip4/1.2.3.4': expected a list of addresses", id="list"
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(settings: dict[str, Any], message: str) -> None:

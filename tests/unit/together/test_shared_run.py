@@ -57,7 +57,7 @@ class Others:
 def run() -> Iterator[SharedRun]:
     weight = nn.Parameter(torch.zeros(2, 3))
     run = SharedRun(
-        "me/run", {"weight": weight}, base="", model="", adapter="", settings="", config=CONFIG, node=CONFIG.node(())
+        "me/run", {"weight": weight}, base="", model="", adapter="", settings="", config=CONFIG, node=CONFIG.node()
     )
     run._peer = Others(run)  # type: ignore[assignment]
     run._base = run._peer.state  # type: ignore[union-attr]

@@ -24,11 +24,9 @@ ADDRESS = f"/ip4/1.2.3.4/tcp/31337/p2p/{PEER}"
         pytest.param({"initial_peers": ["1.2.3.4:31337"]}, "'1.2.3.4:31337' is not a libp2p address", id="host-port"),
         pytest.param({"initial_peers": ["/ip4/1.2.3.4/tcp/31337"]}, "has no peer id: expected /ip4/", id="no-id"),
         pytest.param({"initial_peers": [f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}x"]}, "is not a libp2p address", id="bad-id"),
-        pytest.param({"initial_peers": ADDRESS}, "got one string: put it in a list", id="string"),
+        pytest.param({"initial_peers": ADDRESS}, "expected a list of addresses", id="string"),
         pytest.param({"host_maddrs": ["/ip4/1.2.3.4/tcp/99999"]}, "is not a libp2p address", id="port"),
-        pytest.param({"host_maddrs": []}, "host_maddrs is empty", id="nowhere"),
         pytest.param({"announce_maddrs": ["/ip4/1.2.3.4/tcp/0"]}, "give the real port", id="announce-zero"),
-        pytest.param({"start_timeout_s": 0}, "timeouts must be positive", id="timeout"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], complaint: str) -> None:
@@ -87,7 +85,7 @@ def test_a_port_in_use_is_noticed_although_libp2p_would_share_it() -> None:
     ids=lambda value: str(value)[-20:],
 )
 def test_the_daemons_complaints_become_typed_errors(reason: str, kind: type[Exception], complaint: str) -> None:
-    config = NodeConfig(initial_peers=(ADDRESS,), identity_path=Path("id"))
+    config = NodeConfig(initial_peers=(ADDRESS,), identity=Path("id"))
     error = _translate(RuntimeError(reason), config)
     assert type(error) is kind
     with pytest.raises(kind, match=complaint):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -120,7 +119,7 @@ def test_a_session_longer_than_what_the_server_takes_at_once(llama: Path, caplog
         service = swarm.services[swarm.peers[0]]
         info = msgspec.structs.replace(service.info(), max_batch_tokens=16)
         service.info = lambda: info
-        service.limits = dataclasses.replace(service.limits, max_batch_tokens=16)
+        service.max_batch_tokens = 16
         generate(all_checked(swarm))
     assert "24 tokens are more than the server takes at once" in caplog.text
     assert "failed (failure" not in caplog.text

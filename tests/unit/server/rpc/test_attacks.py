@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from fake_server import play as play_all
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import CacheOp, LoadedAdapter
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.server import limits
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.adapter_store import MAX_ADAPTERS, AdapterStore
@@ -160,10 +160,12 @@ def test_prefix_is_bounded_also_where_positions_are_given(service: Service) -> N
 
 
 @pytest.mark.parametrize("rpc", ["rpc_forward", "rpc_session"])
-def test_an_answer_too_large_to_be_sent_is_not_computed(service: Service, runner: FakeRunner, rpc: str) -> None:
+def test_an_answer_too_large_to_be_sent_is_not_computed(
+    service: Service, runner: FakeRunner, rpc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Three tokens fit as one hidden state, not as one of each of four blocks.
     hidden = torch.ones(1, 3, WIDTH)
-    service.limits = dataclasses.replace(service.limits, max_answer_bytes=2 * hidden.nbytes)
+    monkeypatch.setattr(limits, "MAX_ANSWER_BYTES", 2 * hidden.nbytes)
 
     async def scene(ask: Ask) -> None:
         if rpc == "rpc_session":

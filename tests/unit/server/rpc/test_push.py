@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import torch
 from fake_server import WIDTH
-from session_kit import ADDED, OPEN, ask, limits_with, play, step_of
+from session_kit import ADDED, OPEN, ask, play, step_of
 
+from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing.transports import LocalTransport
@@ -149,8 +150,8 @@ def test_a_step_is_pushed_once(service: Service) -> None:
     play(service, scene)
 
 
-def test_neither_side_waits_for_ever(service: Service) -> None:
-    service.limits = limits_with(service, session_lease_s=0.1)
+def test_neither_side_waits_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SESSION_LEASE_S", 0.1)
 
     async def scene(channel: Channel, transport: LocalTransport) -> None:
         await opened(channel)

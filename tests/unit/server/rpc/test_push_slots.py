@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import torch
 from fake_server import VERSION, WIDTH
-from session_kit import limits_with, play
+from session_kit import play
 
+from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing.transports import LocalTransport
@@ -171,8 +172,8 @@ def test_a_name_is_one_request_of_a_client_at_a_time(service: Service) -> None:
     play(service, scene)
 
 
-def test_a_request_does_not_wait_for_ever(service: Service) -> None:
-    service.limits = limits_with(service, session_lease_s=0.1)
+def test_a_request_does_not_wait_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SESSION_LEASE_S", 0.1)
 
     async def scene(_: Channel, transport: LocalTransport) -> None:
         answer = await (await asked(transport, AWAITED)).receive(timeout_s=5)

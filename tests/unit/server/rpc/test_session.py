@@ -6,9 +6,10 @@ import msgspec
 import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeRunner, transport_to
-from session_kit import ADDED, OPEN, ask, limits_with, play, step_of
+from session_kit import ADDED, OPEN, ask, play, step_of
 
 from swarm_plugins.block_io import CacheOp
+from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
@@ -273,8 +274,9 @@ def test_peer_may_hold_so_many_sessions(service: Service) -> None:
     play(service, scene)
 
 
-def test_silent_session_is_closed(service: Service, runner: FakeRunner) -> None:
-    service.limits = limits_with(service, session_lease_s=0.1, idle_session_s=0.1)
+def test_silent_session_is_closed(service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SESSION_LEASE_S", 0.1)
+    monkeypatch.setattr(limits, "IDLE_SESSION_S", 0.1)
 
     async def scene(channel: Channel, _: LocalTransport) -> None:
         await ask(channel, OPEN)

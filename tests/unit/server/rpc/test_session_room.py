@@ -6,9 +6,11 @@ import asyncio
 import threading
 
 import msgspec
+import pytest
 from fake_server import FakeRunner, transport_to
-from session_kit import OPEN, ask, limits_with, play, step_of
+from session_kit import OPEN, ask, play, step_of
 
+from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
@@ -20,10 +22,11 @@ from swarm_plugins.transport.messages import (
 )
 
 
-def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
+def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens in 4 blocks; one peer gets 358 of them, in pages of 64.
     service.kv_tokens = 512
-    service.limits = limits_with(service, max_peer_kv_share=0.7, max_session_tokens=200)
+    monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.7)
+    service.max_session_tokens = 200
 
     async def scene(channel: Channel, transport: LocalTransport) -> None:
         other = await transport.open("server", "rpc_session", timeout_s=5)
@@ -48,9 +51,12 @@ def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
     play(service, scene)
 
 
-def test_steps_at_the_same_time_keep_the_share_too(service: Service, runner: FakeRunner) -> None:
+def test_steps_at_the_same_time_keep_the_share_too(
+    service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service.kv_tokens = 512
-    service.limits = limits_with(service, max_peer_kv_share=0.7, max_session_tokens=200)
+    monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.7)
+    service.max_session_tokens = 200
 
     async def scene(channel: Channel, transport: LocalTransport) -> None:
         other = await transport.open("server", "rpc_session", timeout_s=5)
@@ -69,10 +75,12 @@ def test_steps_at_the_same_time_keep_the_share_too(service: Service, runner: Fak
     play(service, scene)
 
 
-def test_many_identities_of_one_address_leave_room_for_others(service: Service) -> None:
+def test_many_identities_of_one_address_leave_room_for_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # 32 pages of 64 tokens in each of 4 blocks; identities come until one gets no page.
     service.kv_tokens = 2048
-    service.limits = limits_with(service, max_peer_kv_share=0.75)
+    monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.75)
 
     async def scene(channel: Channel, transport: LocalTransport) -> None:
         async def hold(peer: str, num_tokens: int) -> Message:
@@ -108,7 +116,9 @@ def test_wide_sessions_take_no_memory_before_their_first_tokens(service: Service
     play(service, scene)
 
 
-def test_a_session_gives_its_room_to_others_when_its_lease_is_over(service: Service, runner: FakeRunner) -> None:
+def test_a_session_gives_its_room_to_others_when_its_lease_is_over(
+    service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
         await ask(channel, OPEN)
         assert isinstance(await ask(channel, step_of(100, 0)), SessionStepResponse)
@@ -118,7 +128,7 @@ def test_a_session_gives_its_room_to_others_when_its_lease_is_over(service: Serv
         refusal = await ask(theirs, step_of(100, 0))
         assert isinstance(refusal, Failure)
         assert refusal.kind == "out_of_memory"
-        service.limits = limits_with(service, session_lease_s=0.2)
+        monkeypatch.setattr(limits, "SESSION_LEASE_S", 0.2)
         await asyncio.sleep(0.3)
         assert isinstance(await ask(theirs, step_of(100, 0)), SessionStepResponse)
         assert [cache.length for cache in runner.open_caches] == [100]

@@ -9,7 +9,6 @@ import torch
 import virtual_time
 
 from swarm_plugins.ledger import Charge, Ledger
-from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import ServiceCounts
 from swarm_plugins.transport.messages import ExpertsResponse, Failure, Message
@@ -38,7 +37,7 @@ class StuckReader:
 def test_a_peer_that_does_not_read_is_refused_when_its_answers_fill_its_share() -> None:
     async def scene() -> list[StuckReader]:
         ledger = Ledger(16_000, max_peer_share=0.25)
-        service = SimpleNamespace(ledger=ledger, limits=ServiceLimits(), counts=ServiceCounts())
+        service = SimpleNamespace(ledger=ledger, counts=ServiceCounts())
 
         async def answer(_: Message, __: Charge) -> Answer:
             return ExpertsResponse(rows=torch.zeros(10, 40)), "none"
