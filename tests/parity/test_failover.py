@@ -32,7 +32,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory).eval()
+    # Other functions of experts round otherwise.
+    return AutoModelForCausalLM.from_pretrained(directory, experts_implementation="swarm_table").eval()
 
 
 @pytest.fixture
@@ -134,8 +135,7 @@ def test_a_server_lost_between_forward_and_backward_changes_no_gradient(
     assert used
     swarm.kill(used[0])
     loss.backward()
-    # The replacement may cut the blocks differently; the kernels are the same, so are the numbers.
-    torch.testing.assert_close(there.grad, here.grad, rtol=1e-5, atol=1e-7)
+    check_gradient(there, here)
 
 
 def test_dropped_graphs_are_recomputed(directory: Path, local: PreTrainedModel) -> None:
@@ -149,7 +149,14 @@ def test_dropped_graphs_are_recomputed(directory: Path, local: PreTrainedModel) 
             assert len(service.activations) == 1
             service.activations.clear()
         logits.square().sum().backward()
-    torch.testing.assert_close(there.grad, here.grad, rtol=1e-5, atol=1e-6)
+    check_gradient(there, here)
+
+
+def check_gradient(found: Tensor, expected: Tensor) -> None:
+    """Compares gradients: sums over some hundred elements are off by the scale of the largest, not by their own."""
+    assert found.grad is not None
+    assert expected.grad is not None
+    torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=1e-6 * float(expected.grad.abs().max()))
 
 
 def test_the_last_server_of_a_block_is_missed_by_name(directory: Path) -> None:

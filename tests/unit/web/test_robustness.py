@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import httpx2
@@ -69,12 +72,21 @@ def test_a_client_that_does_not_read_keeps_no_other_from_its_turn(model: Any, to
 def test_a_client_that_leaves_while_its_prompt_is_scored_ends_that(
     model: Any, tokenizer: Any, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_SCORED_AT_ONCE", 1)
+    scored, ended = run.Run._scored, threading.Event()
+
+    def scored_once_its_client_has_left(self: run.Run, *of: Any) -> Any:
+        assert self._answers.cancelled.wait(60)
+        with pytest.raises(CancelledError):
+            scored(self, *of)
+        ended.set()
+        raise CancelledError
+
+    monkeypatch.setattr(run.Run, "_scored", scored_once_its_client_has_left)
     body = {"model": "tiny", "prompt": [5] * 500, "max_tokens": 0, "echo": True, "logprobs": 0}
-    app = create_app(model, tokenizer, name="tiny")
-    with served(app) as url, contextlib.suppress(httpx2.TimeoutException), httpx2.Client(timeout=0.5) as client:
-        client.post(f"{url}/v1/completions", json=body)
-        raise AssertionError("the prompt was scored before its client could leave")
+    with served(create_app(model, tokenizer, name="tiny")) as url:
+        with pytest.raises(httpx2.TimeoutException), httpx2.Client(timeout=0.5) as client:
+            client.post(f"{url}/v1/completions", json=body)
+        assert ended.wait(60)
     until(lambda: swarm.num_sessions == 0)
 
 
@@ -84,15 +96,20 @@ def test_a_killed_server_leaves_a_streamed_answer_equal(tiny: Any, tokenizer: An
     body: dict[str, Any] = {**ENDLESS, "max_tokens": 60}
     with InProcessSwarm(tiny, spans=[(0, 2), (2, 4), (0, 2), (2, 4)]) as swarm:
         model: Any = AutoSwarmModelForCausalLM.from_pretrained(tiny, connection=swarm.connection).eval()
+        streams, passes = threading.Event(), itertools.count()
+
+        def kill(*_: Any) -> None:
+            if streams.is_set() and next(passes) == 5:
+                swarm.kill(next(peer for peer in swarm.peers if len(swarm.services[peer].sessions)))
+
+        model.register_forward_pre_hook(kill)
         settings = ApiSettings(cache_bytes=0)
         with served(create_app(model, tokenizer, name="tiny", settings=settings)) as url, client_of(url) as client:
             whole = client.chat.completions.create(**body).choices[0].message.content
-            text = ""
-            for count, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
-                text += chunk.choices[0].delta.content or ""
-                if count == 5:
-                    used = [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
-                    swarm.kill(used[0])
+            streams.set()
+            chunks = client.chat.completions.create(**body, stream=True)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert next(passes) > 6
     assert text == whole
 
 
