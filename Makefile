@@ -15,12 +15,13 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures page-pictures notebook test test-all chaos chaos-short study lint format types docs \
+.PHONY: help venv demo demo-short pictures page-pictures notebook test test-all test-hours test-busy test-stopped chaos chaos-short study lint format types docs \
   build image compose-env clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
-	@echo "make test    the default test suite; make test-all: also the long matrices"
+	@echo "make test    every part once (ten minutes); make test-all: everything but the matrices of hours (an hour)"
+	@echo "make test-hours    those matrices; make test-busy: make test beside two processes that burn the cores"
 	@echo "make chaos   ten minutes of faults on a swarm, with a printed seed; make chaos-short: half a minute"
 	@echo "make study   DeepSpeed-MoE's claims about small models, trained and measured here (hours)"
 	@echo "make image compose-env    what compose.yaml needs: the image, keys, secrets and .env (needs Docker, no Python)"
@@ -60,14 +61,27 @@ notebook: $(STAMP)
 page-pictures: $(STAMP)
 	$(BIN)/python docs/pictures/make_page_pictures.py
 
-# The real small model is made once (100 MB to fetch, a minute to convert) and kept. By files: tests of one share servers.
-test: export SWARM_TEST_SMOLLM2 ?= 1
+# By files: tests of one share servers.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
+# The real small model is made once (100 MB to fetch, a minute to convert) and kept.
 test-all: export SWARM_TEST_SMOLLM2 ?= 1
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not network" $(PYTEST_ARGS)
+	$(PYTEST) -m "not hours and not network" $(PYTEST_ARGS)
+
+test-hours: $(STAMP)
+	$(PYTEST) -m "hours and not network" $(PYTEST_ARGS)
+
+# A test that fails on a busy machine is a defect.
+test-busy: $(STAMP)
+	$(BIN)/python tests/busy.py --burn 2 -- $(PYTEST) $(PYTEST_ARGS)
+
+# Every process of the tests stands still for a second now and then. Repeat one: make test-stopped STOP_SEED=7
+STOP_SEED ?= 0
+test-stopped: $(STAMP)
+	$(BIN)/python tests/busy.py --stop --seed $(STOP_SEED) -- $(PYTEST) $(PYTEST_ARGS)
 
 # Servers fail on a schedule while models generate and train. Repeat one: make chaos CHAOS_SEED=7
 ifdef CHAOS_SEED
@@ -75,12 +89,12 @@ chaos: export CHAOS_SEED := $(CHAOS_SEED)
 endif
 chaos: export CHAOS_SECONDS ?= 120
 chaos: $(STAMP)
-	$(BIN)/python -m pytest -n 0 -s -m slow tests/integration/test_chaos.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 0 -s -m hours tests/integration/test_chaos.py $(PYTEST_ARGS)
 
 # The same faults each time, so that a failure belongs to the change.
 chaos-short: export CHAOS_SEED ?= 3796664094
 chaos-short: $(STAMP)
-	$(BIN)/python -m pytest -n 0 -s -m slow tests/integration/test_chaos.py -k in_process
+	$(BIN)/python -m pytest -n 0 -s -m hours tests/integration/test_chaos.py -k in_process
 
 # The paper's claims about small models: hours on two cores. Killed, it goes on; what has finished is kept.
 study: $(STAMP)

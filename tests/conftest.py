@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported anywhere: several test processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,8 +42,33 @@ ALLOWED_THREADS = (
 )
 # Their own helper, kept for the life of the process; and the browser that many tests share, which has many processes.
 ALLOWED_CHILDREN = ("resource_tracker", "forkserver", "chromium", "chromedriver")
+ROOT = Path(__file__).parent
+# They start processes: slow, but for what is marked quick.
+SLOW_FOLDERS = ("browser", "integration", "recipes")
+# Of the folder parity; the other families are slow there.
+QUICK_FAMILIES = ("llama", "mixtral")
 SETTLE_S = 30.0
 """For what a test has ended; on a busy machine that may take a while."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Who names a file wants its tests.
+    if not any((config.rootpath / argument).resolve() in (ROOT, ROOT.parent) for argument in config.args):
+        return
+    for item in items:
+        if is_slow(item):
+            item.add_marker("slow")
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Returns whether `make test` leaves a test out by where it lies."""
+    if item.get_closest_marker("quick") is not None:
+        return False
+    folder = item.path.relative_to(ROOT).parts[0]
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    family = parameters.get("pair", parameters.get("family", QUICK_FAMILIES[0]))
+    return folder in SLOW_FOLDERS or (folder == "parity" and family not in QUICK_FAMILIES)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -22,6 +22,7 @@ def pasted(page: Page) -> str:
     return text
 
 
+@pytest.mark.quick
 def test_the_map_shows_who_holds_what(page: Page, api: FakeApi) -> None:
     page.open("swarm")
     page.wait_text(".model h2", "HuggingFaceTB/SmolLM2-135M-Instruct")

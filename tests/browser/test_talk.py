@@ -13,6 +13,7 @@ from selenium.webdriver.support.select import Select
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.quick
 def test_an_answer_streams_and_says_who_computed_it(page: Page, api: FakeApi) -> None:
     api.answers = [Answer(("The sky", " scatters", " blue", " light."), hold_after=2)]
     page.open().say("Why is the sky blue?")

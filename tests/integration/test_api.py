@@ -140,7 +140,6 @@ def test_an_offloaded_model(tmp_path: Path) -> None:
         assert asyncio.run(ask_in_every_way(url, "moe")) == [expected] * 3
 
 
-@pytest.mark.slow
 def test_the_bench_counts_clients_and_the_second_turn(tmp_path: Path) -> None:
     model = save_model("llama", tmp_path / "base", num_layers=2)
     path = tmp_path / "figures.json"

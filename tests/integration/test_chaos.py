@@ -33,7 +33,7 @@ CURE_S = 15.0
 MAX_GROWTH_MIB = 8.0
 SPANS = [(0, 2), (0, 2), (2, 4), (2, 4)]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.hours,
     pytest.mark.usefixtures("cold_servers"),
     # Each server that starts again takes some seconds, as long as the fault that it ends.
     pytest.mark.timeout(120 + 8 * SECONDS),

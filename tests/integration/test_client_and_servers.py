@@ -18,7 +18,7 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.local_swarm import LocalServer
 from swarm_plugins.testing.models import save_tiny
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.quick]
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
 

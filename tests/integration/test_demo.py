@@ -46,7 +46,7 @@ def run_to_end(timeout_s: float, *arguments: str) -> str:
 
 
 @pytest.mark.swarm
-@pytest.mark.parametrize("method", ["lora", pytest.param("prompt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["lora", "prompt"])
 def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp_path: Path, method: str) -> None:
     output = run_to_end(240, "--model", str(model), "--method", method, "--dir", str(tmp_path / "demo"))
     assert len(re.findall(r"process \d+ serves blocks", output)) == 3
@@ -67,10 +67,10 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param("2. 3 servers", id="servers-start", marks=pytest.mark.slow),
-        pytest.param("3. 100 steps", id="training", marks=pytest.mark.slow),
+        pytest.param("2. 3 servers", id="servers-start"),
+        pytest.param("3. 100 steps", id="training"),
         pytest.param("training: 1 of 100 steps", id="amid-training"),
-        pytest.param("4. generate", id="generating", marks=pytest.mark.slow),
+        pytest.param("4. generate", id="generating"),
     ],
 )
 def test_ctrl_c_ends_the_servers_too(model: Path, tmp_path: Path, said: str) -> None:
@@ -124,7 +124,6 @@ def test_two_tours_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert "another demo runs in" in output
 
 
-@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.swarm
 @pytest.mark.timeout(900)

@@ -51,7 +51,6 @@ if rank == 0:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks_train_as_one_with_all_rows(tmp_path: Path) -> None:
     directory = save_tiny("llama", tmp_path / "teacher", num_layers=3)

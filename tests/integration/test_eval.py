@@ -168,7 +168,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.swarm
 def test_an_evaluation_ends_with_a_killed_training(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
     task, out = write_task(tmp_path), tmp_path / "out"

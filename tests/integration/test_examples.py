@@ -97,7 +97,6 @@ def test_sft_of_trl_trains(model: Path, peers: Mapping[str, str], tmp_path: Path
     assert numbers(r"'train_loss': ([\d.]+)", said)
 
 
-@pytest.mark.slow
 def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path) -> None:
     """With a real model: what a random one learns holds for no other address."""
     model = smollm2()
@@ -111,7 +110,6 @@ def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path) -> None:
     assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
-@pytest.mark.slow
 def test_the_recipe_of_rewards_samples_and_trains(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
     options = ["--base", model, "--steps", "2", "--texts", "4", "--new-tokens", "12", "--output", tmp_path / "out"]
     said = run(tmp_path, sys.executable, ROOT / "recipes" / "grpo.py", *options, environment=peers)
@@ -119,7 +117,6 @@ def test_the_recipe_of_rewards_samples_and_trains(model: Path, peers: Mapping[st
     assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
-@pytest.mark.slow
 def test_the_notebook_serves_trains_and_generates(model: Path, tmp_path: Path) -> None:
     said = run(tmp_path, *example("notebook_style.py"), model, environment={})
     assert "Four score and seven years ago" in said

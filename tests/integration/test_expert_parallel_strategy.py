@@ -58,13 +58,11 @@ def test_fabric_trains_and_loads_as_torch_does(results: list[dict[str, Any]]) ->
         assert max(one["fabric"].values()) < 1e-3
 
 
-@pytest.mark.slow
 def test_an_adapter_on_experts_is_saved_and_loaded_as_any_other(tmp_path: Path) -> None:
     for found in run_ranks(2, resumed, tmp_path, lora=True):
         check_resumed(found)
 
 
-@pytest.mark.slow
 def test_four_ranks_too() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),

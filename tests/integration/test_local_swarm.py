@@ -77,7 +77,6 @@ def test_servers_serve_their_spans_and_status_names_what_is_missing(model: Path)
     swarm.close()
 
 
-@pytest.mark.slow
 @pytest.mark.swarm
 def test_num_blocks_takes_what_is_missing(model: Path) -> None:
     with LocalSwarm(model, spans=[(0, 1)]) as swarm:

@@ -149,7 +149,6 @@ def test_a_trainer_and_a_generation_go_on_here_while_blocks_have_no_server(
         assert losses() == expected[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("part", "seconds"), [("both", 30), ("both", 60), ("server", 20), ("daemon", 20)])
 def test_servers_frozen_for_long_are_found_again(model: Path, part: str, seconds: float) -> None:
     with LocalSwarm(model, num_servers=2, replicas=2, dtype="float32") as swarm, client_of(swarm, model) as client:
@@ -162,7 +161,6 @@ def test_servers_frozen_for_long_are_found_again(model: Path, part: str, seconds
         check_works(client, expected)
 
 
-@pytest.mark.slow
 def test_an_outage_before_the_first_request_is_an_error_soon(model: Path) -> None:
     with LocalSwarm(model, num_servers=2, replicas=2, dtype="float32") as swarm, client_of(swarm, model) as client:
         with frozen(swarm.servers):
@@ -172,7 +170,6 @@ def test_an_outage_before_the_first_request_is_an_error_soon(model: Path) -> Non
         check_fails(client)
 
 
-@pytest.mark.slow
 def test_a_program_that_closes_nothing_ends_without_a_traceback(model: Path) -> None:
     with LocalSwarm(model, num_servers=1, dtype="float32") as swarm:
         command = [sys.executable, "-c", LEAVING, str(model), swarm.initial_peers[0]]

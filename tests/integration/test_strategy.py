@@ -96,13 +96,7 @@ def test_fabric_trains_too(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "root"),
-    [
-        ("swarm_plugins", "lightning.pytorch"),
-        ("lightning", "pytorch_lightning"),
-        pytest.param("swarm_plugins", "pytorch_lightning", marks=pytest.mark.slow),
-        pytest.param("lightning", "lightning.pytorch", marks=pytest.mark.slow),
-    ],
+    ("first", "root"), [("swarm_plugins", "lightning.pytorch"), ("lightning", "pytorch_lightning")]
 )
 def test_the_name_is_known_in_both_spellings_and_import_orders(root: str, first: str) -> None:
     imports = ["import swarm_plugins", f"import {root} as pl"]

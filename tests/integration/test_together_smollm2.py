@@ -11,7 +11,7 @@ import trainer_kit
 
 from swarm_plugins.demo import smollm2
 
-pytestmark = [*trainer_kit.IN_A_RUN, pytest.mark.slow]
+pytestmark = trainer_kit.IN_A_RUN
 # Fixtures.
 swarm, peers = trainer_kit.swarm, trainer_kit.peers
 start, warm_trainers = run_process.start, run_process.warm_trainers

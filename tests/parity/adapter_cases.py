@@ -85,24 +85,19 @@ CASES = [(family, method) for family in FAMILIES for method, (_, families) in ME
 
 
 def parametrize(
-    fixture: str, families: Sequence[str], scope: str, *, slow: Collection[str] = ()
+    fixture: str, families: Sequence[str], scope: str, *, others: Collection[str] = ()
 ) -> pytest.MarkDecorator:
     """Runs a test for every method of some families; ``fixture`` gets the family, ``case`` names both.
 
-    The ``slow`` ones are left to the long matrices.
+    All other families have the methods of ``others``.
 
     Without the scope pytest would make the fixture anew for each test, because ``case`` is not a fixture. Cases differ
     from each other, or pytest would sort equal ones together and switch between families.
     """
     cases = [
-        pytest.param(
-            family,
-            (family, method),
-            id=f"{family}-{method}",
-            marks=[pytest.mark.slow] if family in slow else [],
-        )
+        pytest.param(family, (family, method), id=f"{family}-{method}")
         for family, method in CASES
-        if family in families
+        if family in families or method in others
     ]
     return pytest.mark.parametrize((fixture, "case"), cases, indirect=[fixture], scope=scope)
 

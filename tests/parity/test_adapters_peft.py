@@ -56,17 +56,14 @@ OTHERS: dict[str, Callable[[], PeftConfig]] = {
     "ROAD-4": config(peft.RoadConfig, variant="road_4", group_size=8),
     "VERA-all": config(peft.VeraConfig, r=4, target_modules="all-linear"),
 }
-# One of each kind in every run: full updates, rotations of inputs, tensors that blocks share, a result that is scaled.
-QUICK = ("LOHA", "LOKR", "OFT", "VERA", "LILY", "ROAD", "LORA-dora", "LORA-bias")
+# Full updates, rotations of inputs, tensors that blocks share, a result that is scaled.
+OF_EACH_KIND = ("LOHA", "LOKR", "OFT", "VERA", "LILY", "ROAD", "LORA-dora", "LORA-bias")
 
 
 def cases() -> list[object]:
-    found: list[object] = []
-    for family in ("llama", "mixtral"):
-        for name, make in (METHODS | OTHERS).items():
-            slow = [] if name in QUICK or (family == "llama" and name in METHODS) else [pytest.mark.slow]
-            found.append(pytest.param(family, make, id=f"{family}-{name}", marks=slow))
-    return found
+    every = METHODS | OTHERS
+    wanted = [("llama", name) for name in every] + [("mixtral", name) for name in OF_EACH_KIND]
+    return [pytest.param(family, every[name], id=f"{family}-{name}") for family, name in wanted]
 
 
 def test_every_method_has_a_case() -> None:

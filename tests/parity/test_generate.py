@@ -16,17 +16,11 @@ def assistant() -> PreTrainedModel:
     return tiny_model("llama", seed=1, num_layers=1)
 
 
+# The others cache keys and values of Mixtral's shape; other tests compare their logits.
 FAMILIES = ("llama", "mixtral", "mixtral_sliding", "deepseek_v3", "gpt_oss")
-LIKE_MIXTRAL = ("qwen2_moe", "qwen3_moe", "olmoe")
-"""They cache keys and values of Mixtral's shape; other tests compare their logits."""
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in LIKE_MIXTRAL)],
-    indirect=True,
-    scope="session",
-)
+@pytest.mark.parametrize("pair", FAMILIES, indirect=True, scope="session")
 @pytest.mark.parametrize("run", MODES.values(), ids=MODES)
 @torch.no_grad()
 def test_remote_says_what_local_says(pair, assistant: PreTrainedModel, run: Mode) -> None:

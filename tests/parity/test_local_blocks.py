@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import CASES, FAMILIES, IDS, MASK, config_of, step, trained, tuned, worst_error
+from adapter_cases import CASES, IDS, MASK, config_of, step, trained, tuned, worst_error
 from generation_modes import MODES
 from peft import PeftModel
 
@@ -17,16 +17,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning"),
 ]
 TOLERANCE = 1e-5
-FEW = [("llama", (1, 1)), ("mixtral_sliding", (0, 1)), ("gpt_oss", (2, 0))]
-ALL = [
-    (family, local)
-    for family in (*FAMILIES, "mixtral_sliding")
-    for local in ((1, 1), (0, 1), (2, 0), (0, 3))
-    if (family, local) not in FEW
+# Every split, and splits of the families whose layers differ from each other: windows, a dense first layer, a pyramid.
+SPLITS = [
+    ("llama", (1, 1)),
+    ("mixtral", (0, 3)),
+    ("mixtral_sliding", (0, 1)),
+    ("deepseek_v3", (2, 0)),
+    ("gpt_oss", (2, 0)),
+    ("prmoe", (1, 1)),
 ]
 each_split = pytest.mark.parametrize(
     ("pair", "local"),
-    [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL)],
+    SPLITS,
     indirect=["pair"],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )

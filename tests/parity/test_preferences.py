@@ -32,7 +32,6 @@ PREFERENCES = {
 }
 # Of unequal length: padded on the left.
 PROMPTS = Dataset.from_dict({"prompt": ["the sky is", "to be", "a cat that sits", "x"]})
-few_families = pytest.mark.parametrize("pair", ["llama", "mixtral"], indirect=True)
 only_llama = pytest.mark.parametrize("pair", ["llama"], indirect=True)
 # trl about its own plans.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -113,10 +112,7 @@ def dpo(pair: Any, load: Callable[[], PreTrainedModel], folder: Path, kind: str)
         ("mixtral", "fresh"),
         ("llama", "precomputed"),
         ("llama", "ref_model"),
-        pytest.param("llama", "copy", marks=pytest.mark.slow),
-        pytest.param("mixtral", "tuned", marks=pytest.mark.slow),
-        pytest.param("mixtral", "precomputed", marks=pytest.mark.slow),
-        pytest.param("mixtral", "ref_model", marks=pytest.mark.slow),
+        ("llama", "copy"),
     ],
     indirect=["pair"],
 )
@@ -173,9 +169,8 @@ def grpo(pair: Any, model: PreTrainedModel, folder: Path, reward: Any, *, is_tun
         pytest.param("llama", False, {}, id="llama"),
         pytest.param("mixtral", False, {}, id="mixtral"),
         pytest.param("llama", True, {}, id="llama-tuned"),
-        pytest.param("mixtral", True, {}, id="mixtral-tuned", marks=pytest.mark.slow),
-        pytest.param("llama", False, {"num_iterations": 2}, id="llama-two-passes", marks=pytest.mark.slow),
-        pytest.param("llama", False, {"cache_implementation": "static"}, id="llama-static", marks=pytest.mark.slow),
+        pytest.param("llama", False, {"num_iterations": 2}, id="llama-two-passes"),
+        pytest.param("llama", False, {"cache_implementation": "static"}, id="llama-static"),
     ],
     indirect=["pair"],
 )
@@ -236,8 +231,7 @@ def test_what_needs_weights_here_is_refused(pair, tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.slow
-@few_families
+@only_llama
 @pytest.mark.parametrize("name", ["KTO", "ORPO", "Reward", "RLOO"])
 def test_other_trainers(pair, name: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pair.directory)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import PRMoEForCausalLM
@@ -18,7 +17,6 @@ RUN = [str(Path(sys.executable).with_name("fabric")), "run", "--strategy", "expe
 SMALL = ["--length", "32", "--batch-size", "1", "--num-documents", "8"]
 
 
-@pytest.mark.slow
 def test_the_recipe_trains_on_two_processes_and_goes_on_with_one(text: Path, tmp_path: Path) -> None:
     def run(devices: int, *options: object) -> str:
         words = [*RUN, "--devices", str(devices), str(RECIPES / "fabric_expert_parallel.py"), *SMALL]

@@ -52,6 +52,7 @@ def sentence(result: Result, code: int = 2) -> str:
     return str(said)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.glob("*.yaml")))
 def test_every_recipe_runs_on_its_own_data(recipe: str, model: Path, fit: Fit) -> None:

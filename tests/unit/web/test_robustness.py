@@ -167,7 +167,7 @@ FIELDS = [
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("examples", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [200, pytest.param(2000, marks=pytest.mark.hours)])
 def test_no_request_makes_the_server_fail_or_hang(url: str, examples: int) -> None:
     with httpx2.Client(timeout=60) as client:
 
