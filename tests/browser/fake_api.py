@@ -23,7 +23,7 @@ PEERS = ["12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb", "12D3KooWQ3nMsQ
 PEERS += ["12D3KooWHdnVnMpRR8kd6tYNLSMfXBXWNjYbzoyVgUnLSkeB9kWq"]
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEERS[0]}"
 VERSION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def server(peer: str, start: int, end: int, *, is_reachable: bool = True, num_blocks: int = 30, **more: Any) -> Any:

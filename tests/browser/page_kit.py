@@ -17,7 +17,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for what should come soon, on a busy machine."""
 FLAGS = (
     "--headless=new",

@@ -17,7 +17,7 @@ import pytest
 from swarm_plugins.testing.models import save_tiny
 
 START_S = 120.0
-END_S = 30.0
+END_S = 120.0
 
 
 @pytest.fixture(scope="module")

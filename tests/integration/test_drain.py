@@ -21,7 +21,7 @@ from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.identity import create_identity_file, load_identity
 
 IDS = torch.tensor([[5, 17, 99, 23]])
-END_S = 30.0
+END_S = 100.0
 
 
 def states_seen_from(address: str) -> dict[str, str]:

@@ -94,4 +94,4 @@ def test_what_cannot_work_is_refused_on_every_rank(results: list[dict[str, Any]]
 def test_a_lost_rank_ends_the_others_with_one_sentence() -> None:
     said, seconds = run_ranks(2, rank_dies, may_die=(1,))[0]
     assert said.startswith("TransportError: rank 0 lost its group in ")
-    assert seconds < 60
+    assert seconds < 120

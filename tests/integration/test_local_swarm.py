@@ -26,7 +26,7 @@ from swarm_plugins.testing.models import save_tiny
 pytestmark = pytest.mark.usefixtures("cold_servers")
 
 # What a parent's death costs: a poll of half a second, and leaving the swarm.
-GONE_S = 15.0
+GONE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"ended before it served \(pid \d+\):\n(?s:.*)nowhere"):
         LocalSwarm(tmp_path / "nowhere", num_servers=1).start()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 110, "it waited for a server that had ended"
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ from swarm_plugins.testing.models import save_tiny
 pytestmark = pytest.mark.swarm
 
 IDS = torch.arange(5, 10)[None]
-CURE_S = 10.0
-"""Deadline of a call after an outage; it takes a second or two, at most 5 on an idle machine."""
-ERROR_S = 16.0
-"""Deadline of an error in an outage; it is 8 s on an idle machine."""
+CURE_S = 60.0
+"""Deadline of a call after an outage; it takes a second or two on an idle machine."""
+ERROR_S = 60.0
+"""Deadline of an error in an outage; it is 8 s on an idle machine, and 120 s for a client that waits for its request."""
 
 LEAVING = """
 import sys, torch

@@ -85,8 +85,8 @@ def test_the_others_end_when_a_rank_is_killed(when: str) -> None:
             text, seconds = answer
             assert re.match(rf"TransportError: rank {rank} lost its group in .*: another rank died, raised", text), text
             assert ". " not in text
-            # Bounded by the deadline of one exchange, and some time to notice.
-            assert seconds < 40
+            # Bounded by the deadline of one exchange, 20 s; what comes late comes from a busy machine.
+            assert seconds < 120
 
 
 def test_the_others_end_when_a_rank_is_late() -> None:
@@ -94,10 +94,10 @@ def test_the_others_end_when_a_rank_is_late() -> None:
         if rank != 1:
             text, seconds = answer
             assert re.match(rf"TransportError: rank {rank} lost its group in .*: another rank .* was too late", text)
-            assert 2 < seconds < 30
+            assert 2 < seconds < 55, "the late one sleeps for 60"
 
 
 def test_the_others_end_when_a_rank_does_not_come() -> None:
     text, seconds = run_ranks(2, rank_is_missing, may_die=(1,))[0]
     assert re.match(r"TransportError: rank 0 lost its group in building the groups: another rank .* was too late", text)
-    assert 1 < seconds < 20
+    assert 1 < seconds < 28, "the other one comes after 30"

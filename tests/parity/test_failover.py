@@ -86,17 +86,15 @@ def test_a_server_lost_during_generation_changes_no_token(
     assert torch.equal(found, expected)
 
 
-def test_a_padded_batch_survives_too(
-    local: PreTrainedModel, remote: PreTrainedModel, swarm: InProcessSwarm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_padded_batch_survives_too(local: PreTrainedModel, remote: PreTrainedModel, swarm: InProcessSwarm) -> None:
     prompt = torch.randint(3, 100, (2, 6), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
     mask[0, :3] = 0
     expected = local.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False)
     killer = Killer(swarm, {4})
     found = remote.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, logits_processor=[killer])
+    assert killer.killed
     assert torch.equal(found, expected)
-    assert f"server {killer.killed[0]} failed (another one can do its part): " in caplog.text
 
 
 def test_the_neighbors_of_a_lost_server_are_known_where_another_one_is_chosen(

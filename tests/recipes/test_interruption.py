@@ -20,7 +20,7 @@ from swarm_plugins import LocalSwarm
 from swarm_plugins.recipes.fitting import KeepTrained
 from tests.recipes.conftest import RECIPES
 
-START_S, END_S = 120.0, 60.0
+START_S, END_S = 120.0, 120.0
 LORA = RECIPES / "lora_sotu.yaml"
 
 

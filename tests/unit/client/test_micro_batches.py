@@ -53,7 +53,9 @@ def test_servers_work_at_the_same_time(chunks: int, steps: int) -> None:
 @pytest.mark.parametrize(
     ("dies_at", "failures"), [pytest.param(4, 2, id="forward"), pytest.param(11, 1, id="backward")]
 )
-def test_a_server_lost_in_the_middle_is_one_failure_of_each_pass(dies_at: int, failures: int) -> None:
+def test_a_server_lost_in_the_middle_is_one_failure_of_each_pass(
+    dies_at: int, failures: int, caplog: pytest.LogCaptureFixture
+) -> None:
     stages = {**three(), "spare": Stage(1, 2, throughput=0.01)}
     stages["b"].dies_at = dies_at
 
@@ -66,6 +68,7 @@ def test_a_server_lost_in_the_middle_is_one_failure_of_each_pass(dies_at: int, f
 
     assert run(stages, use, micro_batches=8, max_retries=1) == failures
     assert stages["spare"].count(BackwardRequest) > 0
+    assert "server b failed (another one can do its part): " in caplog.text
 
 
 def test_the_only_holder_that_fails_once_counts_once() -> None:

