@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -49,6 +50,12 @@ SLOW_FOLDERS = ("browser", "integration", "recipes")
 QUICK_FAMILIES = ("llama", "mixtral")
 SETTLE_S = 30.0
 """For what a test has ended; on a busy machine that may take a while."""
+
+
+def pytest_configure() -> None:
+    # A shell starts what runs in its background without Ctrl-C; tests press it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -78,7 +78,9 @@ with warm_servers.used():
 
 @pytest.mark.swarm
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", groups())
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "readme" else pytest.mark.slow) for kind in groups()]
+)
 def test_code_of_the_pages_runs_from_top_to_bottom(kind: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     scripts = []
     for page in groups()[kind]:

@@ -34,6 +34,7 @@ def test_its_text_reads_as_well_outside_of_the_site() -> None:
     assert "][swarm_plugins" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.swarm
 @pytest.mark.timeout(400)
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:

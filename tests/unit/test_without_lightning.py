@@ -65,6 +65,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_servers_clients_and_offloading_work_without_it(tmp_path: Path) -> None:
     found = run(WORK, save_tiny("llama", tmp_path / "dense"), save_tiny("mixtral", tmp_path / "mixture"))
     assert found["is_equal"]
@@ -84,6 +85,7 @@ print(json.dumps(missing))
 """
 
 
+@pytest.mark.slow
 def test_only_parts_for_lightning_need_it() -> None:
     needing = run(TRY_ALL, json.dumps(sorted(MODULES)))
     assert {name.split(".")[1] for name in needing} == WITH_LIGHTNING

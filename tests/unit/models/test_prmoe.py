@@ -141,16 +141,15 @@ print(type(AutoModelForCausalLM.from_config(config)).__name__, loaded)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [
         ["import swarm_plugins", "from transformers import AutoConfig"],
         ["from transformers import AutoConfig", "import swarm_plugins"],
-        # Half an import meets another half in each of them; they take long.
-        pytest.param(["from transformers import AutoModelForCausalLM", "import swarm_plugins"], marks=pytest.mark.slow),
-        pytest.param(
-            ["import transformers.models.llama.modeling_llama", "import swarm_plugins"], marks=pytest.mark.slow
-        ),
+        # Half an import meets another half in each of them.
+        ["from transformers import AutoModelForCausalLM", "import swarm_plugins"],
+        ["import transformers.models.llama.modeling_llama", "import swarm_plugins"],
     ],
     ids=str,
 )

@@ -62,6 +62,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False], ids=["transformers later", "transformers first"])
 def test_transformers_knows_the_experts_implementation_that_stays_unloaded(is_first: bool) -> None:
     code = EXPERTS if is_first else f"from transformers.integrations import moe\n{EXPERTS}"
@@ -84,6 +85,7 @@ def installed(tmp_path: Path) -> str:
 LATE = "import torch; from lightning.fabric.cli import _get_supported_strategies as s; print('swarm' in s())"
 
 
+@pytest.mark.slow
 def test_torch_alone_makes_the_name_known_to_fabric_run(installed: str) -> None:
     assert run(LATE, PYTHONPATH=installed).split() == ["True"]
 

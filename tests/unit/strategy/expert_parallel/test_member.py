@@ -102,6 +102,7 @@ print([name for name in sys.modules if name.startswith("hivemind")][:1])
 """
 
 
+@pytest.mark.slow
 def test_the_name_is_known_in_both_spellings_and_loads_no_swarm() -> None:
     done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

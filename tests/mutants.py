@@ -1,0 +1,163 @@
+"""Changes of one line that break the package, each with the tests that must notice: `make mutants`.
+
+A cell of a matrix stays only if it notices a mutant that no other cell does. Each mutant is made in a copy of the
+package; its tests have to fail there. `python tests/mutants.py NAME ...` tries some of them only, and `--tests` other
+tests than their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A line of a file of the package, what replaces it, and pytest's arguments for the tests that notice."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+GENERATE = "tests/parity/test_generate.py"
+ADAPTERS = "tests/parity/test_adapters.py"
+OUTPUTS = "tests/parity/test_outputs.py"
+LOCAL = "tests/parity/test_local_blocks.py"
+MUTANTS = {
+    "rows of beams stay where they are": Mutant(
+        "blocks/kv.py", "copy_(old[source])", "copy_(old[target])", f"{GENERATE} -k beam-llama"
+    ),
+    "a cropped cache keeps one token too many": Mutant(
+        "blocks/kv.py",
+        '{self.length}")\n        self.length = length',
+        '{self.length}")\n        self.length = min(length + 1, self.length)',
+        f"{GENERATE} -k prompt_lookup-llama",
+    ),
+    "a fork shares the tokens to come": Mutant(
+        "blocks/kv.py", "copy.length = self.length", "copy.length = self.length - 1", "tests/unit/blocks/test_kv.py"
+    ),
+    "packed sessions begin at position 0": Mutant(
+        "blocks/packed.py",
+        "torch.arange(self.length - self.num_new, self.length,",
+        "torch.arange(0, self.num_new,",
+        "tests/unit/blocks/test_span_step.py",
+    ),
+    "a latent cache is attended to where it lies": Mutant(
+        "blocks/packed.py",
+        "if self._joined.get(layer_idx, True):",
+        "if False:",
+        "tests/unit/blocks/test_span_step.py -k deepseek_v3",
+    ),
+    "hidden states are counted from the first block": Mutant(
+        "backbone/stack.py",
+        "frozenset(index - 1 for index in selected)",
+        "frozenset(selected)",
+        "tests/parity/test_hidden_states.py",
+    ),
+    "blocks at the start and at the end change places": Mutant(
+        "backbone/stack.py",
+        "range(first, self.num_blocks - last)",
+        "range(last, self.num_blocks - first)",
+        f"{LOCAL} -k test_hidden_states_and_padding",
+    ),
+    "router logits of the first remote block come for each": Mutant(
+        "backbone/stack.py",
+        'collector["router_logits"].append(running.routers[index])',
+        'collector["router_logits"].append(next(iter(running.routers.values())))',
+        f"{OUTPUTS} -k test_router_logits_are_equal",
+    ),
+    "a recomputation draws another dropout": Mutant(
+        "blocks/apply.py",
+        "torch.Generator().manual_seed(int.from_bytes(name",
+        "torch.Generator().manual_seed(torch.seed() + int.from_bytes(name[:4]",
+        "tests/parity/test_adapters_peft.py -k dropout",
+    ),
+    "all rows of a batch draw the same dropout": Mutant(
+        "blocks/apply.py", 'f"{seed + row}/', 'f"{seed}/', "tests/unit/blocks/test_apply.py"
+    ),
+    "experts are weighted in another order than they run": Mutant(
+        "moe/table.py",
+        "scales.reshape(-1, 1).index_select(0, self.routing.order)",
+        "scales.reshape(-1, 1)",
+        "tests/unit/moe/test_table.py",
+    ),
+    "transposed experts are multiplied as they lie": Mutant(
+        "moe/table.py",
+        "weight if self.module.is_transposed else weight.transpose(1, 2)",
+        "weight.transpose(1, 2)",
+        f"{OUTPUTS} -k test_logits_are_equal and gpt_oss",
+    ),
+    "a peer takes the graph of another": Mutant(
+        "server/state/activations.py",
+        "if kept is None or kept.peer != peer:",
+        "if kept is None:",
+        "tests/unit/server/state",
+    ),
+    "an answer without meaning is honest": Mutant(
+        "verification/scores.py",
+        "return not (self.median <= limit.median and self.worst <= limit.worst and abs(self.gain) <= limit.gain)",
+        "return self.median > limit.median or self.worst > limit.worst or abs(self.gain) > limit.gain",
+        "tests/unit/verification",
+    ),
+}
+
+
+def is_noticed(mutant: Mutant, tests: str) -> bool:
+    """Returns whether a test fails with the mutant.
+
+    Raises:
+        ValueError: If the line is not there, or more than once; or if the tests cannot run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "swarm_plugins", Path(folder, "swarm_plugins"))
+        file = Path(folder, "swarm_plugins", mutant.file)
+        text = file.read_text()
+        if (found := text.count(mutant.old)) != 1:
+            raise ValueError(f"{mutant.file} has {found} times: {mutant.old}")
+        file.write_text(text.replace(mutant.old, mutant.new))
+        files, _, chosen = tests.partition(" -k ")
+        arguments = [*files.split(), *(["-k", chosen] if chosen else [])]
+        # Without -P, Python would find the package here before the copy.
+        command = [sys.executable, "-P", "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, "-m", "not network and not gpu", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": folder, "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode not in (0, 1):
+        raise ValueError(
+            f"pytest {tests} has ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return done.returncode == 1
+
+
+def main() -> int:
+    """Tries mutants; returns the number of those that nobody noticed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all by default")
+    parser.add_argument("--tests", help="pytest's arguments, instead of each mutant's own")
+    options = parser.parse_args()
+    unnoticed = 0
+    for name in options.names or MUTANTS:
+        noticed = is_noticed(MUTANTS[name], options.tests or MUTANTS[name].tests)
+        sys.stdout.write(f"{'noticed ' if noticed else 'SURVIVED'} {name}\n")
+        sys.stdout.flush()
+        unnoticed += not noticed
+    return unnoticed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
