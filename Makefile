@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures page-pictures notebook test test-all test-hours test-busy test-stopped chaos chaos-short study lint format types docs \
+.PHONY: help venv demo demo-short pictures page-pictures notebook test test-all test-hours test-busy test-stopped mutants chaos chaos-short study lint format types docs \
   build image compose-env clean
 
 help:
@@ -77,6 +77,10 @@ test-hours: $(STAMP)
 # A test that fails on a busy machine is a defect.
 test-busy: $(STAMP)
 	$(BIN)/python tests/busy.py --burn 2 -- $(PYTEST) $(PYTEST_ARGS)
+
+# Changes of one line, each of which a test has to notice.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
 
 # Every process of the tests stands still for a second now and then. Repeat one: make test-stopped STOP_SEED=7
 STOP_SEED ?= 0

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+NOT_COPIED = (".git", ".venv", ".*_cache", "build", "dist", "runs", "site")
 
 
 @dataclass(frozen=True)
@@ -119,20 +120,20 @@ def is_noticed(mutant: Mutant, tests: str) -> bool:
         ValueError: If the line is not there, or more than once; or if the tests cannot run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "swarm_plugins", Path(folder, "swarm_plugins"))
-        file = Path(folder, "swarm_plugins", mutant.file)
+        copy = Path(folder, "copy")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        file = copy / "swarm_plugins" / mutant.file
         text = file.read_text()
         if (found := text.count(mutant.old)) != 1:
             raise ValueError(f"{mutant.file} has {found} times: {mutant.old}")
         file.write_text(text.replace(mutant.old, mutant.new))
         files, _, chosen = tests.partition(" -k ")
         arguments = [*files.split(), *(["-k", chosen] if chosen else [])]
-        # Without -P, Python would find the package here before the copy.
-        command = [sys.executable, "-P", "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider"]
         done = subprocess.run(
             [*command, "-m", "not network and not gpu", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": folder, "PYTHONSAFEPATH": "1"},
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
             capture_output=True,
             text=True,
             check=False,

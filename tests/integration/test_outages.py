@@ -31,7 +31,7 @@ IDS = torch.arange(5, 10)[None]
 CURE_S = 60.0
 """Deadline of a call after an outage; it takes a second or two on an idle machine."""
 ERROR_S = 60.0
-"""Deadline of an error in an outage; it is 8 s on an idle machine, and 120 s for a client that waits for its request."""
+"""Deadline of an error in an outage; it is 8 s on an idle machine. Who waits for the request needs 120 s."""
 
 LEAVING = """
 import sys, torch
