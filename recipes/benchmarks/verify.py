@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,22 +22,22 @@ from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.verification import Verifier
-from swarm_plugins.verification.rates import FLOOR, CheckRates, When
+from swarm_plugins.book.rules import RULES
+from swarm_plugins.book.judging import When
+from swarm_plugins.verification.checker import Checker, Server
 
 GOAL = 0.97
 _TOKENS = 64
 _NEW_TOKENS = 32
-_EVERY = round(1 / FLOOR)
+_EVERY = round(1 / RULES.least_checked)
 
 
-class _AtTheFloor(CheckRates):
+class _AtTheFloor(Checker):
     """Checks every fiftieth call in the background: the share of long known servers, without chance."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls = 0
+    _calls = 0
 
-    def when(self, server: Hashable) -> When:
+    def when(self, server: Server) -> When:
         self._calls += 1
         return "after" if self._calls % _EVERY == _EVERY // 2 else "never"
 
@@ -63,7 +63,7 @@ def bench_verify(directory: Path, *, num_servers: int, rounds: int, progress: Pr
             report.figures.append(compare(title, "ms", *arms, goal=GOAL, rounds=rounds, progress=progress))
         steps = [Arm(partial(_seconds_per_token, model, tokens), pids) for model, _ in models]
         report.figures.append(compare("a decoded token", "ms", *steps, goal=GOAL, rounds=rounds, progress=progress))
-        checked = sum(verifier.checked.values()) if verifier is not None else 0
+        checked = sum(verifier.checker.checked.values()) if verifier is not None else 0
     report.notes.append(f"{num_servers} server(s); one call in {_EVERY} is computed again here, {checked} in all")
     return report
 
@@ -75,11 +75,12 @@ def _model(directory: Path, swarm: LocalSwarm, verify: str) -> tuple[PreTrainedM
     model = frozen(load(directory, initial_peers=peers, swarm=config, dtype=torch.float32))
     stacks = (getattr(module, "swarm_stack", None) for module in model.modules())
     stack = next(one for one in stacks if isinstance(one, RemoteStack))
-    observer = stack.remote.view.observer
-    if not isinstance(observer, Verifier):
+    verifier = stack.remote.servers.guard
+    if not isinstance(verifier, Verifier):
         return model, None
-    observer.rates = _AtTheFloor()
-    return model, observer
+    # Before the first call: from here on, calls are counted instead of chosen by chance.
+    verifier.checker.__class__ = _AtTheFloor
+    return model, verifier
 
 
 def _timed(run: Callable[[], object], verifier: Verifier | None) -> Callable[[], float]:
@@ -88,10 +89,10 @@ def _timed(run: Callable[[], object], verifier: Verifier | None) -> Callable[[],
         for _ in range(_EVERY):
             run()
         # A check that outlives the calls is part of their cost.
-        while verifier is not None and verifier.is_busy:
+        while verifier is not None and verifier.checker.is_busy:
             time.sleep(0.001)
         seconds = time.perf_counter() - started
-        if verifier is not None and verifier.quarantine.peers():
+        if verifier is not None and verifier.checker.quarantine.peers():
             raise SwarmError("a check has found an honest server wrong: its warning says by how much")
         return seconds
 

@@ -31,7 +31,7 @@ def served_blocks(model: nn.Module) -> list[ServedBlocks]:
     stack = stack_of(model)
     if stack is None or stack._remote is None:
         return []
-    infos = list(stack._remote.view.known.infos.values())
+    infos = list(stack._remote.view.infos.values())
     return sorted({ServedBlocks(info.start, info.end, info.dtype, info.quantization) for info in infos})
 
 

@@ -23,8 +23,8 @@ from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.fallback.stand_in import with_stand_in
-from swarm_plugins.verification.verifier import make_observer
+from swarm_plugins.fallback.stand_in import StandIn
+from swarm_plugins.verification.verifier import make_guard
 from swarm_plugins.versions import ModelVersion
 
 if TYPE_CHECKING:
@@ -81,15 +81,21 @@ class RemoteStack:
                 if self.settings is None:
                     raise UnsupportedError("this copy of the model has lost its connection; load the model again")
                 self.connection = self.settings.connection()
-            # Not through this object, which the observer must not keep alive.
+            # Not through this object, which the helpers must not keep alive.
             open_checkpoint = functools.partial(_open_checkpoint, self.model, self.version)
+            config, guard, serve_here = self.connection.config, None, None
+            if config.wants_checks(self.connection.initial_peers):
+                guard = functools.partial(
+                    make_guard, config=config, version=self.version, open_checkpoint=open_checkpoint
+                )
+            if config.local_fallback:
+                serve_here = functools.partial(StandIn, open_checkpoint=open_checkpoint)
             self._remote = self.connection.blocks(
                 version=self.version,
                 num_blocks=self.num_blocks,
                 model=self.model,
-                observe=lambda servers: with_stand_in(
-                    make_observer(servers, open_checkpoint), servers, open_checkpoint
-                ),
+                make_guard=guard,
+                serve_here=serve_here,
             )
         return self._remote
 

@@ -14,19 +14,21 @@ from typing import Any
 from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
+from swarm_plugins.book.record import PeerBook
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.counts import ClientCounts
 from swarm_plugins.client.discovery.network import LastingNetwork, Network
-from swarm_plugins.client.discovery.view import Servers, SwarmView
-from swarm_plugins.client.observer import CallObserver
+from swarm_plugins.client.discovery.view import Fallback, SwarmView
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.servers import Guard, Servers
 from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.client.training.autograd import run_batch
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.client.training.norms import weight_norms
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.local import LocalRoutes
 from swarm_plugins.transport.loop import LoopThread
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.reach.addresses import check_peer_ids
@@ -55,13 +57,15 @@ class SwarmConnection:
         self.initial_peers = initial_peers
         self.loop = LoopThread()
         self.network: Network | None = None
+        self.local: LocalRoutes | None = None
+        """Peers of this process."""
         self.peers: Peers | None = None
         self.counts = ClientCounts()
         """What it has done so far; for monitors."""
         self._open_network = open_network
         self._lock = threading.Lock()
         # Weak: a model that is gone must not keep its checks alive.
-        self._observers: weakref.WeakSet[CallObserver] = weakref.WeakSet()
+        self._helpers: weakref.WeakSet[Guard | Fallback] = weakref.WeakSet()
         self._leaving: weakref.finalize[Any, SwarmConnection] | None = None
 
     def start(self) -> SwarmConnection:
@@ -79,9 +83,10 @@ class SwarmConnection:
                     self.loop.close()
                     raise
                 self.counts.streams = self.network.counts
-                self.peers = Peers(self.network, self.config, self.counts)
+                self.local = LocalRoutes(self.network)
+                self.peers = Peers(self.local, self.config, self.counts)
                 # The thread and the daemon would outlive the last model that uses them.
-                self._leaving = weakref.finalize(self, _leave, self.loop, self._observers, self.peers, self.network)
+                self._leaving = weakref.finalize(self, _leave, self.loop, self._helpers, self.peers, self.network)
                 self._leaving.atexit = False
         return self
 
@@ -92,7 +97,7 @@ class SwarmConnection:
             network, self.network = self.network, None
             if self._leaving is not None:
                 self._leaving.detach()
-            parts: list[CallObserver | Peers | Network | None] = [*self._observers, peers, network]
+            parts: list[Guard | Fallback | Peers | Network | None] = [*self._helpers, peers, network]
             for part in parts:
                 if part is not None:
                     try:
@@ -113,25 +118,35 @@ class SwarmConnection:
         version: ModelVersion,
         num_blocks: int,
         model: str | None = None,
-        observe: Callable[[Servers], CallObserver] | None = None,
+        make_guard: Callable[[PeerBook], Guard] | None = None,
+        serve_here: Callable[[LocalRoutes, PeerBook], Fallback] | None = None,
     ) -> RemoteBlocks:
-        """Returns the blocks of one model version; starts the network if need be. ``observe`` makes their observer.
+        """Returns the blocks of one model version; starts the network if need be.
+
+        Args:
+            version: The model version.
+            num_blocks: Blocks of the whole model.
+            model: The model's directory or id, as its user wrote it; for messages.
+            make_guard: Makes what examines answers. None: all are believed.
+            serve_here: Makes what serves blocks in this process that no server has. None: such blocks are missing.
 
         Raises:
             TransportError: If the network does not start or no initial peer answers.
         """
-        blocks = RemoteBlocks(self.start(), version=version, num_blocks=num_blocks, model=model)
-        if observe is not None:
-            blocks.view.observer = observe(blocks.servers)
-            self._observers.add(blocks.view.observer)
-        return blocks
+        self.start()
+        if self.local is None or self.peers is None:
+            raise SwarmError("the connection is closed: make a new one")
+        guard = None if make_guard is None else make_guard(self.peers.book)
+        fallback = None if serve_here is None else serve_here(self.local, self.peers.book)
+        self._helpers.update(helper for helper in (guard, fallback) if helper is not None)
+        return RemoteBlocks(self, version=version, num_blocks=num_blocks, model=model, guard=guard, fallback=fallback)
 
 
-def _leave(loop: LoopThread, observers: Collection[CallObserver], peers: Peers, network: Network) -> None:
+def _leave(loop: LoopThread, helpers: Collection[Guard | Fallback], peers: Peers, network: Network) -> None:
     """Closes the parts of a connection that nothing refers to, in the background: a garbage collector calls this."""
 
     async def close() -> None:
-        parts: list[CallObserver | Peers | Network] = [*observers, peers, network]
+        parts: list[Guard | Fallback | Peers | Network] = [*helpers, peers, network]
         for part in parts:
             try:
                 await part.close()
@@ -154,10 +169,19 @@ class RemoteBlocks:
         version: The model version.
         num_blocks: Blocks of the whole model.
         model: The model's directory or id, as its user wrote it; for messages.
+        guard: Examines answers. None: all are believed.
+        fallback: Serves blocks that no server has.
     """
 
     def __init__(
-        self, connection: SwarmConnection, *, version: ModelVersion, num_blocks: int, model: str | None = None
+        self,
+        connection: SwarmConnection,
+        *,
+        version: ModelVersion,
+        num_blocks: int,
+        model: str | None = None,
+        guard: Guard | None = None,
+        fallback: Fallback | None = None,
     ) -> None:
         if connection.peers is None or connection.network is None:
             raise SwarmError("the connection is not started: call start() first")
@@ -171,8 +195,10 @@ class RemoteBlocks:
             num_blocks=num_blocks,
             model=model,
             initial_peers=connection.initial_peers,
+            excludes=lambda peer: guard is not None and guard.is_excluded(peer),
+            fallback=fallback,
         )
-        self.servers = Servers(connection.peers, self.view)
+        self.servers = Servers(connection.peers, self.view, guard)
 
     def check(self, blocks: range | None = None) -> None:
         """Raises MissingBlocksError if one of ``blocks`` (None: of all) has no living server."""

@@ -14,14 +14,14 @@ import torch
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.book import judging
+from swarm_plugins.book.backlog import MOST_AT_ONCE
+from swarm_plugins.book.record import Answered, Missed, PeerBook
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.client.answers import StreamLostError, check_answer
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.counts import ClientCounts
-from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.digests import changed_adapter_error
-from swarm_plugins.client.hops import Hops
-from swarm_plugins.client.paces import Paces
-from swarm_plugins.client.queues import MOST_AT_ONCE, Queues
 from swarm_plugins.client.sharing import SharedWork
 from swarm_plugins.errors import (
     CapacityError,
@@ -38,12 +38,8 @@ from swarm_plugins.transport.channel import Channel, Transport
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
-    BackwardRequest,
     Codec,
-    ExpertsRequest,
-    ForwardRequest,
     Message,
-    SessionStep,
 )
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import tensor_bytes
@@ -56,14 +52,6 @@ _MAX_IDLE_PEERS = 256
 """Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
 _QUEUED = ("rpc_forward", "rpc_backward")
 """Requests that a server carries out one after another."""
-_LATE_S = 3.0
-"""A peer that has not answered by then is asked whether it is at work, and again every `_ASK_AGAIN_S`."""
-_ASK_AGAIN_S = 2.0
-_SIGN_OF_LIFE_S = 2.0
-"""How long it has to answer that. All together: servers that hang are given up, and others asked, within 8 s."""
-_SLOW_LINK_BYTES_PER_S = 125_000.0
-"""1 Mbit/s: its answer may be queued behind a large request, and the answer to that. It never has more time than the
-request itself."""
 _OPEN = "open"
 """What opening a stream is called in observed paces."""
 _UPLOAD_UNIT_BYTES = 4096
@@ -73,15 +61,19 @@ _UPLOAD_UNIT_BYTES = 4096
 class Peers:
     """Sends requests to peers; raises SwarmError if one cannot be reached, is late, or answers with a failure."""
 
-    def __init__(self, transport: Transport, config: SwarmConfig, counts: ClientCounts | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        config: SwarmConfig,
+        counts: ClientCounts | None = None,
+        *,
+        rules: Rules | None = None,
+    ) -> None:
         self.transport = transport
         self.config = config
         self.counts = counts or ClientCounts()
-        self.deadlines = Deadlines(config.request_timeout_s)
-        self.paces = Paces()
-        self.queues = Queues()
-        self.hops = Hops()
-        """Which peers reach which others."""
+        self.book = PeerBook(rules or Rules(longest_s=config.request_timeout_s))
+        """What is known of the peers."""
         self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
         self._uploaded: Recent[tuple[str, str], int] = Recent()
         """The number of the upload by which a peer got an adapter."""
@@ -90,15 +82,18 @@ class Peers:
 
     async def open(self, peer: str, rpc: str) -> Channel:
         """Opens a stream."""
-        timeout_s = min(self.deadlines.timeout_s(peer, _OPEN, 1), self.config.connect_timeout_s)
+        limit_s = min(self._timeout_s(peer, _OPEN, 1), self.config.connect_timeout_s)
         started = time.perf_counter()
         try:
-            channel = await self.transport.open(peer, rpc, timeout_s=timeout_s)
+            channel = await self.transport.open(peer, rpc, timeout_s=limit_s)
         except TimeoutError:
-            self.deadlines.missed(peer, _OPEN)
+            self.book.observe(peer, Missed(_OPEN))
             raise
-        self.deadlines.observe(peer, _OPEN, 1, time.perf_counter() - started)
+        self.book.observe(peer, Answered(_OPEN, 1, time.perf_counter() - started))
         return channel
+
+    def _timeout_s(self, peer: str, work: str, units: int) -> float:
+        return judging.timeout_s(self.book[peer], work, units, self.book.rules)
 
     async def exchange(
         self,
@@ -151,16 +146,17 @@ class Peers:
         """
         peer = channel.remote_peer
         started = time.perf_counter() if started is None else started
+        queue = self.book.kept(peer).backlog if work in _QUEUED else None
         try:
             with _as_lost_stream():
                 if timeout_s is None:
-                    before = self.queues.tokens_before(peer, units) if work in _QUEUED else 0
-                    limit_s = self.deadlines.timeout_s(peer, work, before + units)
+                    before = 0 if queue is None else queue.tokens_before(units)
+                    limit_s = self._timeout_s(peer, work, before + units)
                     answer = await self._awaited(channel, limit_s, tensor_bytes(message))
                 else:
                     answer = await channel.receive(timeout_s=timeout_s)
         except TimeoutError:
-            self.deadlines.missed(peer, work)
+            self.book.observe(peer, Missed(work))
             raise
         now = time.perf_counter()
         seconds = now - started
@@ -168,26 +164,26 @@ class Peers:
             self.counts.answered(work, seconds)
         # Only finished work counts below: a refusal is instant and tells nothing about the pace.
         checked = check_answer(answer, kind, peer)
-        if work in _QUEUED:
-            trip_s = self.paces.round_trip_s(peer) or 0.0
-            seconds = self.queues.answered(peer, work, sent=started, now=now, round_trip_s=trip_s)
-        self.deadlines.observe(peer, work, units, seconds)
-        self.paces.observe(peer, work, blocks=blocks, tokens=units, seconds=seconds)
+        if queue is not None:
+            trip_s = judging.round_trip_s(self.book[peer]) or 0.0
+            seconds = queue.answered(work, sent=started, now=now, round_trip_s=trip_s)
+        self.book.observe(peer, Answered(work, units, seconds, blocks))
         return checked
 
-    async def _awaited(self, channel: Channel, timeout_s: float, sent_bytes: int) -> Message | None:
+    async def _awaited(self, channel: Channel, limit_s: float, sent_bytes: int) -> Message | None:
         """Receives an answer; a peer that is late has to show meanwhile that it is at work."""
-        peer, started = channel.remote_peer, time.monotonic()
-        wait_s = min(_LATE_S, timeout_s)
+        peer, started, rules = channel.remote_peer, time.monotonic(), self.book.rules
+        wait_s = min(rules.late_s, limit_s)
         while True:
             try:
                 return await channel.receive(timeout_s=wait_s)
             except RequestTimeoutError as exc:
-                if (left_s := started + timeout_s - time.monotonic()) <= 0:
-                    raise RequestTimeoutError(f"no message from {peer} within {timeout_s:.1f} s") from exc
-            sign_s = min(_SIGN_OF_LIFE_S + 2 * sent_bytes / _SLOW_LINK_BYTES_PER_S, max(left_s, _SIGN_OF_LIFE_S))
+                if (left_s := started + limit_s - time.monotonic()) <= 0:
+                    raise RequestTimeoutError(f"no message from {peer} within {limit_s:.1f} s") from exc
+            # It never has more time than the request itself.
+            sign_s = rules.sign_of_life_s + 2 * sent_bytes / rules.slow_link_bytes_per_s
             try:
-                await self.info(peer, limit_s=sign_s)
+                await self.info(peer, limit_s=min(sign_s, max(left_s, rules.sign_of_life_s)))
             except SwarmError as exc:
                 with contextlib.suppress(RequestTimeoutError):
                     # It may have come meanwhile.
@@ -196,7 +192,7 @@ class Peers:
                 raise RequestTimeoutError(
                     f"no message from {peer} within {waited_s:.1f} s, and it is not at work: {exc}"
                 ) from exc
-            wait_s = min(_ASK_AGAIN_S, left_s)
+            wait_s = min(rules.ask_again_s, left_s)
 
     async def request(
         self,
@@ -205,23 +201,21 @@ class Peers:
         message: Message,
         kind: type[M],
         *,
+        units: int = 1,
         blocks: int = 0,
         timeout_s: float | None = None,
     ) -> M:
-        """Sends one message over a kept stream and returns the answer."""
-        units = num_tokens(message)
-        idle = self._idle.get((peer, rpc))
-        if idle:
+        """Sends one message over a kept stream and returns the answer; arguments and errors are those of `exchange`."""
+        ask = functools.partial(
+            self.exchange, message=message, kind=kind, work=rpc, units=units, blocks=blocks, timeout_s=timeout_s
+        )
+        if self._idle.get((peer, rpc)):
             # A kept stream may have died unnoticed (the server was restarted): then try a fresh one.
             with contextlib.suppress(StreamLostError):
                 async with self.lending(peer, rpc) as channel:
-                    return await self.exchange(
-                        channel, message, kind, work=rpc, units=units, blocks=blocks, timeout_s=timeout_s
-                    )
+                    return await ask(channel)
         async with self._using(await self.open(peer, rpc), rpc) as channel:
-            return await self.exchange(
-                channel, message, kind, work=rpc, units=units, blocks=blocks, timeout_s=timeout_s
-            )
+            return await ask(channel)
 
     @contextlib.asynccontextmanager
     async def lending(self, peer: str, rpc: str) -> AsyncIterator[Channel]:
@@ -337,14 +331,3 @@ def _as_lost_stream() -> Iterator[None]:
         if isinstance(exc, TimeoutError | ProtocolError):
             raise
         raise StreamLostError(f"no answer came: {exc}") from exc
-
-
-def num_tokens(message: Message) -> int:
-    """Returns how many tokens a request computes, at least 1."""
-    if isinstance(message, ForwardRequest | SessionStep):
-        return message.hidden.shape[0] * message.hidden.shape[1]
-    if isinstance(message, ExpertsRequest):
-        return message.rows.shape[0]
-    if isinstance(message, BackwardRequest):
-        return message.grad_hidden.shape[0] * message.grad_hidden.shape[1]
-    return 1

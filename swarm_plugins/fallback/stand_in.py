@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from swarm_plugins.client.observer import BackwardCall, CallObserver, ForwardCall, StepCall
-from swarm_plugins.fallback.memory import MemoryStreams
-from swarm_plugins.transport.channel import Channel, Handler, Transport
+from swarm_plugins.book.record import Expected, PeerBook
 from swarm_plugins.transport.identity import new_identity
+from swarm_plugins.transport.local import LocalRoutes
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
-    from swarm_plugins.client.discovery.view import Servers
-    from swarm_plugins.client.peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +26,7 @@ _STEP_S, _TOKEN_S = 60.0, 1.0
 """Announced to this client's deadlines: this machine may be slow, but it does not vanish."""
 _IDLE_S = 60.0
 """Blocks that were not used for so long, while servers of the swarm were, are freed."""
+_LOOK_S = 5.0
 
 
 @dataclass
@@ -42,25 +41,23 @@ class _Hosted:
 
 
 class StandIn:
-    """Serves missing blocks; observes calls for another observer, except its own ones.
+    """Serves missing blocks from this process; see `Fallback`.
 
     Args:
-        inner: Examines the answers of other servers.
-        peers: The client's requests, which reach this server from now on.
+        local: Peers of this process, which this server becomes one of.
+        book: Where its speed is announced.
         open_checkpoint: Opens the model, on first use.
     """
 
-    def __init__(self, inner: CallObserver, peers: Peers, open_checkpoint: Callable[[], Checkpoint]) -> None:
-        self.inner = inner
-        self._peers = peers
+    def __init__(self, local: LocalRoutes, book: PeerBook, open_checkpoint: Callable[[], Checkpoint]) -> None:
+        self._local = local
+        self._book = book
         self._open_checkpoint = open_checkpoint
         self._hosted: dict[str, _Hosted] = {}
         self._lock = asyncio.Lock()
-        # Of all models that share the connection.
-        self._here = peers.transport if isinstance(peers.transport, _Rerouted) else _Rerouted(peers.transport)
-        peers.transport = self._here
+        self._freeing: asyncio.Task[None] | None = None
         # Nothing else ends the servers of a model that is gone.
-        weakref.finalize(self, _abandon, self._hosted, self._here).atexit = False
+        weakref.finalize(self, _abandon, self._hosted, local).atexit = False
 
     async def stand_in(self, blocks: range) -> str:
         """Loads blocks that no server holds, unless they are here already; returns the peer that serves them.
@@ -76,8 +73,11 @@ class StandIn:
             log.warning("no server holds blocks %d:%d: they run here until one does", blocks.start, blocks.stop)
             hosted = await asyncio.to_thread(self._host, blocks)
             self._hosted[hosted.peer] = hosted
-            self._here.handlers[hosted.peer] = hosted.served.handlers
-            self._peers.deadlines.announce(hosted.peer, step_s=_STEP_S, token_s=_TOKEN_S * len(blocks))
+            self._local.serve(hosted.peer, hosted.served.handlers)
+            self._book.observe(hosted.peer, Expected(_STEP_S, _TOKEN_S * len(blocks)))
+            if self._freeing is None or self._freeing.done():
+                freeing = _free_unused(self._hosted, self._local, self._book)
+                self._freeing = asyncio.create_task(freeing, name="free blocks")
             return hosted.peer
 
     def _host(self, blocks: range) -> _Hosted:
@@ -85,97 +85,42 @@ class StandIn:
         served = importlib.import_module("swarm_plugins.server.stand_in").host_blocks(self._open_checkpoint(), blocks)
         return _Hosted(new_identity().peer_id, blocks, served)
 
-    def is_excluded(self, peer: str) -> bool:
-        """Returns whether a peer must not be asked at all."""
-        return peer not in self._hosted and self.inner.is_excluded(peer)
-
-    def nonce(self) -> bytes:
-        """Returns what to send as nonce of a request."""
-        return self.inner.nonce()
-
-    async def forward_done(self, call: ForwardCall) -> None:
-        """Lets a forward be examined, unless it ran here."""
-        if not await self._is_own(call.peer):
-            await self.inner.forward_done(call)
-
-    async def backward_done(self, call: BackwardCall) -> None:
-        """Lets a backward be examined, unless it ran here."""
-        if not await self._is_own(call.peer):
-            await self.inner.backward_done(call)
-
-    async def step_done(self, call: StepCall) -> None:
-        """Lets a step be examined, unless it ran here."""
-        if not await self._is_own(call.peer):
-            await self.inner.step_done(call)
-
-    async def _is_own(self, peer: str) -> bool:
-        """Returns whether a call was answered here; if not, frees what the swarm has again."""
-        now = time.monotonic()
-        hosted = self._hosted.get(peer)
-        if hosted is not None:
-            hosted.used_at = now
-            return True
-        for one in list(self._hosted.values()):
-            if now - one.used_at > _IDLE_S and one.served.is_idle:
-                log.warning("servers hold blocks %d:%d again", one.blocks.start, one.blocks.stop)
-                await self._free(one)
-        return False
-
-    async def _free(self, hosted: _Hosted) -> None:
-        if await self._withdraw(hosted):
-            await asyncio.to_thread(hosted.served.close)
-
-    async def _withdraw(self, hosted: _Hosted) -> bool:
-        """Lets no later request reach these blocks; returns whether they can be freed now."""
-        # A backward whose graph was kept here replans.
-        if self._hosted.pop(hosted.peer, None) is None:
-            return False
-        await self._here.end(hosted.peer)
-        return True
-
     async def close(self) -> None:
         """Ends the server and frees the blocks. Idempotent."""
-        await self.inner.close()
+        if self._freeing is not None:
+            self._freeing.cancel()
+            await asyncio.wait({self._freeing})
         for one in list(self._hosted.values()):
-            if await self._withdraw(one):
+            if await _withdraw(one, self._hosted, self._local):
                 # Here: at the end of the interpreter, no thread takes new work.
                 one.served.close()
 
 
-def with_stand_in(observer: CallObserver, servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:
-    """Returns an observer that also runs missing blocks here, if the client's settings ask for that."""
-    if not servers.view.config.local_fallback:
-        return observer
-    return StandIn(observer, servers.peers, open_checkpoint)
+async def _free_unused(hosted: dict[str, _Hosted], local: LocalRoutes, book: PeerBook) -> None:
+    """Frees what was not used for a while, in which servers of the swarm were; does not keep the `StandIn` alive."""
+    while hosted:
+        await asyncio.sleep(_LOOK_S)
+        others = (record.answered_at for peer, record in book.records().items() if peer not in hosted)
+        latest = max(others, default=-math.inf)
+        for one in list(hosted.values()):
+            one.used_at = max(one.used_at, book[one.peer].answered_at)
+            if latest - one.used_at > _IDLE_S and one.served.is_idle and await _withdraw(one, hosted, local):
+                log.warning("servers hold blocks %d:%d again", one.blocks.start, one.blocks.stop)
+                await asyncio.to_thread(one.served.close)
 
 
-def _abandon(hosted: dict[str, _Hosted], here: _Rerouted) -> None:
+async def _withdraw(one: _Hosted, hosted: dict[str, _Hosted], local: LocalRoutes) -> bool:
+    """Lets no later request reach these blocks; returns whether they can be freed now."""
+    # A backward whose graph was kept here replans.
+    if hosted.pop(one.peer, None) is None:
+        return False
+    await local.end(one.peer)
+    return True
+
+
+def _abandon(hosted: dict[str, _Hosted], local: LocalRoutes) -> None:
     """Frees blocks in the background: a garbage collector calls this."""
-    for one in hosted.values():
-        here.handlers.pop(one.peer, None)
+    while hosted:
+        _, one = hosted.popitem()
+        local.forget(one.peer)
         threading.Thread(target=one.served.close, name="free blocks").start()
-
-
-class _Rerouted:
-    """A transport that reaches the peers of this process through memory."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.handlers: dict[str, Mapping[str, Handler]] = {}
-        """By peer and rpc."""
-        self._inner = inner
-        self._streams = MemoryStreams()
-
-    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        """Opens a channel; see `Transport`."""
-        if peer in self.handlers:
-            return self._streams.open(peer, self.handlers[peer][rpc])
-        return await self._inner.open(peer, rpc, timeout_s=timeout_s)
-
-    async def end(self, peer: str) -> None:
-        """Ends the streams of a peer of this process, which cannot be reached any more."""
-        self.handlers.pop(peer, None)
-        await self._streams.close(peer)
-
-    async def close(self) -> None:
-        """Closes the inner transport."""
-        await self._inner.close()

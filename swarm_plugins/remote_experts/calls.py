@@ -6,6 +6,7 @@ Letters: ``T`` tokens, ``N`` rows (one for each choice of an expert by a token, 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -16,17 +17,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from swarm_plugins.book.record import Forgiven, Lagged
 from swarm_plugins.client.answers import check_tensor
-from swarm_plugins.client.hedging import first_answer
+from swarm_plugins.client.calls.call import Answer, Call, Caller
+from swarm_plugins.client.calls.direct import Direct
+from swarm_plugins.client.calls.hedging import first_answer
+from swarm_plugins.client.calls.retries import Retries
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.remote_experts.holders import HolderRetries, HolderView
+from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.routing import Share
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 
 if TYPE_CHECKING:
-    from swarm_plugins.remote_experts.checks import HolderChecks
+    from swarm_plugins.remote_experts.checks import HolderGuard
 
 log = logging.getLogger(__name__)
 
@@ -69,28 +74,75 @@ class _Chunk(NamedTuple):
     """``[n]``: positions among all rows."""
 
 
+class ExpertsCall(Call[ExpertsRequest, ExpertsResponse]):
+    """A message to a holder: rows of some of its experts.
+
+    Args:
+        view: Knows the holders.
+        rows: All rows of the pass.
+        share: The holder and its experts.
+        chunk: Those in this message.
+    """
+
+    rpc = "rpc_experts"
+    kind = ExpertsResponse
+
+    def __init__(self, view: HolderView, rows: ExpertRows, share: Share, chunk: _Chunk) -> None:
+        super().__init__(range(rows.block, rows.block + 1), len(chunk.places))
+        tokens, of_token = torch.unique(rows.tokens[chunk.places], return_inverse=True)
+        self._view = view
+        self._share = share
+        self._chunk = chunk
+        self._hidden = rows.hidden[tokens]
+        self._of_token = of_token.to(torch.int32)
+        self._grad = None if rows.grad is None else rows.grad[chunk.places]
+
+    def input(self) -> Tensor:
+        """Returns the hidden states."""
+        return self._hidden
+
+    def request(self, peers: Sequence[str]) -> ExpertsRequest:
+        """Returns the message to the first of some peers."""
+        return ExpertsRequest(
+            version=self._view.version.key,
+            block=self.blocks.start,
+            slice=self._share.holder.part,
+            experts=self._chunk.experts,
+            counts=self._chunk.counts,
+            hidden=self._hidden,
+            rows=self._of_token,
+            grad=self._grad,
+            reply_codec=self._view.codecs.between(self._hidden, *peers),
+        )
+
+    def receive(self, answer: Answer[ExpertsRequest, ExpertsResponse]) -> None:
+        """Checks the shape of an answer."""
+        like = self._hidden[:1, :1].expand(self.tokens, self._hidden.shape[1])
+        check_tensor(answer.response.rows, like, answer.peer, "the rows of its experts")
+
+
 class Holders:
     """Asks the holders of experts; all methods run on one event loop.
 
     Args:
         peers: Sends the requests.
         view: Knows the holders.
+        guard: Computes some answers again. None: all are believed.
         on_answer: Called with the holder and the number of rows of each answer that has been checked.
-        checks: Computes some answers again. None: all are believed.
     """
 
     def __init__(
         self,
         peers: Peers,
         view: HolderView,
+        guard: HolderGuard | None = None,
         on_answer: Callable[[str, int], None] = lambda peer, rows: None,
-        checks: HolderChecks | None = None,
     ) -> None:
         self.peers = peers
         self.view = view
-        self.checks = checks
-        if checks is not None:
-            view.observer = checks
+        self.guard = guard
+        caller: Caller = Direct(peers)
+        self._caller = caller if guard is None else guard.wrap(caller, view)
         self._on_answer = on_answer
 
     async def run(self, rows: ExpertRows) -> Tensor:
@@ -103,12 +155,13 @@ class Holders:
             MissingExpertsError: If some expert has no living holder.
             SwarmError: If a holder refuses the request, or too many holders failed.
         """
-        retries = HolderRetries(self.view)
+        retries = Retries(self.view, may_pause=self.view.may_pause)
         found: dict[tuple[int, tuple[int, int]], Tensor] = {}
         left = {expert: rows.num_rows(expert) for expert in rows.spans}
         plan: dict[int, int] = {}
         while left:
-            shares = await retries.shares(rows.block, left)
+            share = functools.partial(self._shared, rows.block, dict(left), retries)
+            shares = await retries.plan(share)
             plan |= {expert: _part_of(share)[1] for share in shares for expert in share.experts}
             wanted = [
                 Share(share.holder, experts)
@@ -124,12 +177,18 @@ class Holders:
         retries.succeeded()
         return _joined(rows, found, plan)
 
+    async def _shared(
+        self, block: int, loads: Mapping[int, int], retries: Retries, without: Collection[str]
+    ) -> list[Share]:
+        """Returns who computes what is left; raises MissingExpertsError if some expert has no living holder."""
+        return await self.view.shares(block, loads, without=without, failure=retries.last)
+
     async def _ask_all(
         self,
         rows: ExpertRows,
         shares: list[Share],
         found: dict[tuple[int, tuple[int, int]], Tensor],
-        retries: HolderRetries,
+        retries: Retries,
     ) -> None:
         answers = await asyncio.gather(
             *(self._ask(rows, share, retries.excluded) for share in shares), return_exceptions=True
@@ -162,7 +221,8 @@ class Holders:
 
         request = self._ask_holder(rows, share)
         answer = await first_answer(request, ask_replicas, late_s=late_s, most=_MAX_SPARES)
-        self.view.observe(share.holder, sum(loads.values()), time.perf_counter() - started)
+        late_by_s = time.perf_counter() - started - share.holder.answer_s(sum(loads.values()))
+        self.peers.book.observe(share.holder.peer, Lagged(late_by_s))
         return answer
 
     async def _ask_holders(self, rows: ExpertRows, shares: Sequence[Share]) -> dict[int, Tensor]:
@@ -191,31 +251,20 @@ class Holders:
         for chunk, answer in sorted(found, key=lambda pair: int(pair[0].places[0])):
             for expert, part in zip(chunk.experts, answer.split(list(chunk.counts)), strict=True):
                 parts[expert].append(part)
-        self.view.bans.forgive(share.holder.peer)
+        self.peers.book.observe(share.holder.peer, Forgiven())
         return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
 
     async def _ask_chunk(self, rows: ExpertRows, share: Share, chunk: _Chunk) -> Tensor:
-        peer = share.holder.peer
-        tokens, of_token = torch.unique(rows.tokens[chunk.places], return_inverse=True)
-        hidden = rows.hidden[tokens]
-        request = ExpertsRequest(
-            version=self.view.version.key,
-            block=rows.block,
-            slice=share.holder.part,
-            experts=chunk.experts,
-            counts=chunk.counts,
-            hidden=hidden,
-            rows=of_token.to(torch.int32),
-            grad=None if rows.grad is None else rows.grad[chunk.places],
-            reply_codec=self.view.codecs.between(hidden, peer),
-        )
-        answer = await self.peers.request(peer, "rpc_experts", request, ExpertsResponse)
-        like = rows.hidden[:1, :1].expand(chunk.places.shape[0], rows.hidden.shape[1])
-        check_tensor(answer.rows, like, peer, "the rows of its experts")
-        if self.checks is not None:
-            await self.checks.answered(self.peers, peer, self.view.known.infos.get(peer), request, answer.rows)
-        self._on_answer(peer, answer.rows.shape[0])
-        return answer.rows
+        peer, _, response = await self._caller.ask(ExpertsCall(self.view, rows, share, chunk), share.holder.peer)
+        self._on_answer(peer, response.rows.shape[0])
+        return response.rows
+
+    async def close(self) -> None:
+        """Ends checks, look-ups and streams. Idempotent."""
+        if self.guard is not None:
+            await self.guard.close()
+        await self.view.close()
+        await self.peers.close()
 
 
 async def _all(requests: Iterable[Awaitable[T]]) -> list[T]:

@@ -1,74 +1,41 @@
 """Spot checks of holders' answers: one expert, on some of its rows, is computed again here.
 
-The first answers of a holder are checked before they are used, later ones by chance and in the background, at the rates
-at which clients check servers. A holder has no way to know which expert and which rows are compared.
+A holder has no way to know which expert and which rows are compared.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.answers import SpanMovedError
-from swarm_plugins.client.observer import NoObserver, WrongAnswerError
+from swarm_plugins.client.calls.call import Answer, Call, Caller
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
+from swarm_plugins.remote_experts.held import load_expert
 from swarm_plugins.transport.messages import ExpertsRequest
 from swarm_plugins.transport.server_info import ServerInfo
-from swarm_plugins.verification.background import BackgroundChecks
+from swarm_plugins.verification.checker import CheckedCaller, Checker, Finding, Server, checked_as
 from swarm_plugins.verification.local_blocks import Kind, UncheckableError
-from swarm_plugins.verification.quarantine import Quarantine
-from swarm_plugins.verification.rates import CheckRates
+from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.verification.recompute import NUDGES, nudged_hidden, packed
 from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 from swarm_plugins.versions import ModelVersion
 
 if TYPE_CHECKING:
+    from swarm_plugins.client.discovery.server_view import ServerView
     from swarm_plugins.client.peers import Peers
-    from swarm_plugins.remote_experts.held import HeldExperts
-
-log = logging.getLogger(__name__)
 
 _MAX_ROWS = 64
 """Rows of the expert that are computed again."""
-_UNCHECKED_S = 60.0
-"""Pause after an answer could not be checked."""
-
-
-class LoadExpert(Protocol):
-    """`load_expert` fits."""
-
-    def __call__(
-        self,
-        checkpoint: Checkpoint,
-        block: int,
-        expert: int,
-        *,
-        part: tuple[int, int] | None,
-        dtype: torch.dtype,
-        quantization: str,
-    ) -> HeldExperts:
-        """Loads an expert as a holder has it."""
-
-
-class _Asked(NamedTuple):
-    """What is checked for itself: a holder with other experts is new, and so are its gradients."""
-
-    peer: str
-    what: str
-    experts: tuple[int, int] | None
-    dtype: str
-    quantization: str
 
 
 class _Sample(NamedTuple):
@@ -83,107 +50,75 @@ class _Sample(NamedTuple):
     """``[n, D]``."""
 
 
-class HolderChecks(NoObserver):
-    """Checks the answers of the holders that one owner asks; excludes those in quarantine.
+class HolderGuard:
+    """Examines answers of the holders that one owner asks; leaves out those in quarantine.
 
     Args:
+        checker: Keeps the books.
+        peers: Asks a holder what it serves, before it is accused.
         model: The model's directory or id.
         version: Its version, which holders have.
-        load_expert: Loads one expert of its checkpoint.
-        quarantine: Where caught holders are listed.
     """
 
-    def __init__(
-        self, model: str | Path, version: ModelVersion, load_expert: LoadExpert, quarantine: Quarantine
-    ) -> None:
-        self.rates = CheckRates()
-        """Which answers are checked."""
-        self.num_checked = 0
-        """Checks that came to a result."""
+    def __init__(self, checker: Checker, peers: Peers, model: str | Path, version: ModelVersion) -> None:
+        self.checker = checker
+        self._peers = peers
         self._model = model
-        self._load = load_expert
         self._version = version
-        self._quarantine = quarantine
         self._checkpoint: Checkpoint | None = None
         self._lock = threading.Lock()
         """One expert is in memory at a time."""
-        self._background = BackgroundChecks()
-        self._unchecked: dict[_Asked, float] = {}
-        """Holders whose answers could not be checked, and when to try again."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether checks are under way in the background."""
-        return self._background.is_busy
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a holder is in quarantine."""
-        return peer in self._quarantine
+        return peer in self.checker.quarantine
 
-    async def answered(
-        self, peers: Peers, peer: str, info: ServerInfo | None, request: ExpertsRequest, answer: Tensor
-    ) -> None:
-        """Checks an answer of the right shape, or not.
+    def wrap(self, inner: Caller, view: ServerView) -> Caller:
+        """Returns a caller that examines answers before they are used."""
 
-        Args:
-            peers: Asks the holder what it serves, before it is accused.
-            peer: The holder.
-            info: What it has said about itself.
-            request: What it was asked.
-            answer: ``[N, D]``.
+        async def examine(_: Call[Any, Any], answer: Answer[Any, Any]) -> None:
+            info = view.said(answer.peer)
+            if info is None:
+                return
+            what = "experts" if answer.request.grad is None else "gradients of experts"
+            server = checked_as(answer.peer, what, info)
+            when = self.checker.when(server)
+            if when == "never":
+                return
+            # The answer is its caller's from here on; the request's tensors are the owner's.
+            found = self._found(server, info, answer.request, answer.response.rows.clone(), _sample(answer.request))
+            await self.checker.run(server, when, found)
 
-        Raises:
-            SwarmError: If the answer must not be used.
-        """
-        if peer in self._quarantine:
-            raise WrongAnswerError(f"holder {peer} is in quarantine")
-        if info is None:
-            return
-        what = "experts" if request.grad is None else "gradients of experts"
-        asked = _Asked(peer, what, info.experts, info.dtype, info.quantization)
-        when = self.rates.when(asked)
-        if when == "never" or time.monotonic() < self._unchecked.get(asked, 0.0):
-            return
-        # The answer is its caller's from here on; the request's tensors are the owner's.
-        check = self._check(peers, asked, request, answer.clone(), _sample(request))
-        if when == "before" or self._background.is_full:
-            await check
-        else:
-            self._background.start(check, f"check {what} of {peer}")
+        return CheckedCaller(inner, self.checker, examine, view.ban)
 
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""
-        await self._background.close()
+        await self.checker.close()
 
-    async def _check(
-        self, peers: Peers, asked: _Asked, request: ExpertsRequest, answer: Tensor, sample: _Sample
-    ) -> None:
-        try:
-            verdict = await asyncio.to_thread(lambda: self._verdict(asked, request, answer, sample))
-        except (SwarmError, MemoryError, RuntimeError) as exc:
-            if asked not in self._unchecked:
-                log.warning("answers (%s) of holder %s cannot be checked: %s", asked.what, asked.peer, one_line(exc))
-            self._unchecked[asked] = time.monotonic() + _UNCHECKED_S
-            return
-        self.num_checked += 1
-        if not verdict.is_wrong:
-            self.rates.passed(asked)
-            return
-        self.rates.doubt(asked)
-        # Its answers are not signed: one that was started anew computes otherwise than it is believed to.
-        info = await peers.info(asked.peer)
-        if (info.experts, info.dtype, info.quantization) != asked[2:]:
-            raise SpanMovedError(f"holder {asked.peer} was started anew, with other experts or in another type")
-        reason = f"wrong {asked.what}, expert {sample.expert} of block {request.block}: {verdict}"
-        self._quarantine.add(asked.peer, model=str(self._version), reason=reason)
-        log.warning("holder %s is quarantined for a day: %s", asked.peer, reason)
-        raise WrongAnswerError(f"holder {asked.peer} gave a wrong answer and is quarantined: {reason}")
+    def _found(
+        self, server: Server, info: ServerInfo, request: ExpertsRequest, rows: Tensor, sample: _Sample
+    ) -> Callable[[], Coroutine[Any, Any, Finding]]:
+        async def examine() -> Finding:
+            kind = Kind(info.dtype, info.quantization)
+            try:
+                verdict = await asyncio.to_thread(lambda: self._verdict(kind, request, rows, sample))
+            except (SwarmError, MemoryError, RuntimeError) as exc:
+                raise UncheckableError(one_line(exc)) from exc
+            if verdict.is_wrong:
+                # Its answers are not signed: one that was started anew computes otherwise than it is believed to.
+                now = await self._peers.info(server.peer)
+                if checked_as(server.peer, server.what, now) != server:
+                    raise SpanMovedError(
+                        f"holder {server.peer} was started anew, with other experts or in another type"
+                    )
+            return Finding(verdicts=[verdict], where=f"expert {sample.expert} of block {request.block}")
 
-    def _verdict(self, asked: _Asked, request: ExpertsRequest, answer: Tensor, sample: _Sample) -> Verdict:
+        return examine
+
+    def _verdict(self, kind: Kind, request: ExpertsRequest, answer: Tensor, sample: _Sample) -> Verdict:
         """Compares rows with the same expert here; before a holder is accused, again from nudged rows."""
-        kind = Kind(asked.dtype, asked.quantization)
         with self._lock:
-            held = self._load(
+            held = load_expert(
                 self._opened(),
                 request.block,
                 sample.expert,
@@ -245,6 +180,11 @@ class HolderChecks(NoObserver):
                 )
             self._checkpoint = opened
         return self._checkpoint
+
+
+def make_holder_guard(peers: Peers, model: str | Path, version: ModelVersion) -> HolderGuard:
+    """Returns what examines answers of the holders of a model version."""
+    return HolderGuard(Checker(peers.book, user_quarantine(), model=str(version)), peers, model, version)
 
 
 def _sample(request: ExpertsRequest) -> _Sample:

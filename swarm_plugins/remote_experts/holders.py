@@ -9,9 +9,9 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from swarm_plugins.book.record import lag_s
 from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
-from swarm_plugins.client.retries import Retries
 from swarm_plugins.errors import MissingExpertsError, SwarmError
 from swarm_plugins.routing import Holder, Share, missing_experts, share_experts
 from swarm_plugins.transport.server_info import ServerInfo
@@ -20,12 +20,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 1.0
 """Longest wait for new holders when experts have none."""
-_RECOVERY = 0.8
-"""Factor by which a holder's lag falls at most with each answer."""
 _SAMPLE_PARTS = 8
 """Parts of a block's experts that a sample of holders covers each: the time to choose it has a bound."""
-_FORGIVENESS = 0.25
-"""Factor by which it falls with each update of the view: a slow holder is hardly asked meanwhile."""
 
 
 class HolderView(ServerView):
@@ -54,8 +50,6 @@ class HolderView(ServerView):
         self.num_experts = num_experts
         self.here = here
         self.may_pause = may_pause
-        self._lag_s: dict[str, float] = {}
-        """By how many seconds each holder was slower than it announces."""
 
     def is_of_use(self, info: ServerInfo) -> bool:
         """Returns whether a peer announces experts of the blocks, and none that the model lacks."""
@@ -77,7 +71,7 @@ class HolderView(ServerView):
 
     def max_rows(self, peer: str) -> int | None:
         """Returns the most rows that a holder accepts in one request; None: it names no limit."""
-        return self.known.max_batch_tokens(peer) or None
+        return self.max_batch_tokens(peer) or None
 
     async def shares(
         self, block: int, loads: Mapping[int, int], *, without: Collection[str], failure: SwarmError | None
@@ -87,16 +81,16 @@ class HolderView(ServerView):
         Raises:
             MissingExpertsError: If some expert has no living holder.
         """
-        if not self.known.entries:
+        if not self.entries:
             await self.refresh(force=False)
         elif self.is_stale:
             # No token waits for the slowest holder's answer.
             self.refresh_in_background()
-        found = self._share(block, loads, without)
+        found = self._shared(block, loads, without)
         if found is None:
             # A frozen peer can hold up the look-up for longer than clients wait for this one.
             await asyncio.wait({self.refresh_in_background()}, timeout=_LOOK_UP_S)
-            found = self._share(block, loads, without)
+            found = self._shared(block, loads, without)
         if found is None:
             # Not only those that this pass needs: whoever serves them should not read of the next ones then.
             elsewhere = [one for one in range(self.num_experts.get(block, 0)) if one not in self.here]
@@ -116,29 +110,16 @@ class HolderView(ServerView):
         shares = share_experts(alike, {expert: loads[expert] for expert in late.experts}) or []
         return [Share(replace(holder, part=part), experts) for holder, experts in shares]
 
-    def observe(self, holder: Holder, rows: int, seconds: float) -> None:
-        """Notes how long a holder took for some rows: its announced speed is only a claim."""
-        known = self._lag_s.get(holder.peer, 0.0)
-        self._lag_s[holder.peer] = max(seconds - holder.answer_s(rows) + known, known * _RECOVERY)
-
-    async def refresh(self, *, force: bool) -> None:
-        """Updates the view; see `ServerView.refresh`. Slow holders are trusted a little more after each update."""
-        before = self.refreshed_at
-        await super().refresh(force=force)
-        if self.refreshed_at != before:
-            known = self.known.entries
-            self._lag_s = {peer: lag_s * _FORGIVENESS for peer, lag_s in self._lag_s.items() if peer in known}
-
-    def _share(self, block: int, loads: Mapping[int, int], without: Collection[str]) -> list[Share] | None:
+    def _shared(self, block: int, loads: Mapping[int, int], without: Collection[str]) -> list[Share] | None:
         """Shares experts among holders that take whole batches, or if these do not suffice, among all."""
         holders = self._holders(block, without)
         roomy = [holder for holder in holders if not self.is_small(holder.peer)]
         return share_experts(roomy, loads) or share_experts(holders, loads)
 
     def _holders(self, block: int, without: Collection[str]) -> list[Holder]:
-        holders = []
+        holders, book = [], self.peers.book
         for entry in self.usable(without):
-            info = self.known.infos.get(entry.peer)
+            info = self.said(entry.peer)
             if info is None or info.experts is None or not entry.start <= block < entry.end:
                 continue
             row_s = 1 / entry.throughput if entry.throughput > 0 else entry.step_s
@@ -147,26 +128,8 @@ class HolderView(ServerView):
                     peer=entry.peer,
                     experts=range(*info.experts),
                     part=info.slice,
-                    round_trip_s=entry.round_trip_s + self._lag_s.get(entry.peer, 0.0),
+                    round_trip_s=entry.round_trip_s + lag_s(book[entry.peer], book.now, book.rules),
                     row_s=row_s,
                 )
             )
         return holders
-
-
-class HolderRetries(Retries):
-    """Counts the failures of one pass through a block's experts, bans failed holders, and shares anew."""
-
-    view: HolderView
-
-    def __init__(self, view: HolderView) -> None:
-        super().__init__(view, may_pause=view.may_pause)
-
-    async def shares(self, block: int, loads: Mapping[int, int]) -> list[Share]:
-        """Returns who computes what is left; after a failure, may wait briefly for holders to come back.
-
-        Raises:
-            MissingExpertsError: If some expert has no living holder, also after the retries.
-            SwarmError: If the only holders have no room, or refuse the request.
-        """
-        return await self.plan(lambda without: self.view.shares(block, loads, without=without, failure=self.last))

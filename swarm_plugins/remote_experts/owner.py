@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.discovery.network import Network
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.remote_experts.calls import Holders
-from swarm_plugins.remote_experts.checks import HolderChecks
+from swarm_plugins.remote_experts.checks import make_holder_guard
 from swarm_plugins.remote_experts.experts import RemoteExperts
-from swarm_plugins.remote_experts.held import HeldExperts, load_expert
+from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import turn_into_remote
 from swarm_plugins.transport.records import MAX_NEEDS
-from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -75,8 +74,8 @@ class RemoteShare:
         self.num_experts: dict[int, int] = {}
         """Experts of each block that has any; known when the span has been loaded."""
         self._device = device
-        peers = Peers(network, _CONFIG)
-        peers.deadlines = Deadlines(_CONFIG.request_timeout_s, slack_s=_SLACK_S)
+        peers = Peers(network, _CONFIG, rules=Rules(longest_s=_CONFIG.request_timeout_s, slack_s=_SLACK_S))
+        guard = make_holder_guard(peers, model, version) if _CONFIG.wants_checks(addresses) else None
         view = HolderView(
             network,
             peers,
@@ -90,11 +89,9 @@ class RemoteShare:
             here=range(0) if own is None else own.experts,
             # Clients wait and ask again themselves.
             may_pause=False,
+            excludes=lambda peer: guard is not None and guard.is_excluded(peer),
         )
-        checks = None
-        if _CONFIG.wants_checks(addresses):
-            checks = HolderChecks(model, version, load_expert, user_quarantine())
-        holders = Holders(peers, view, on_answer, checks)
+        holders = Holders(peers, view, guard, on_answer)
         self.experts = RemoteExperts(holders, _ServerLoop(asyncio.get_running_loop()), own)
 
     def attach(self, block: int, module: nn.Module, outline: nn.Module) -> None:
@@ -111,10 +108,7 @@ class RemoteShare:
     async def close(self) -> None:
         """Ends what waits for holders, and closes the streams to them. Idempotent."""
         self.experts.close()
-        if self.experts.holders.checks is not None:
-            await self.experts.holders.checks.close()
-        await self.experts.holders.view.close()
-        await self.experts.holders.peers.close()
+        await self.experts.holders.close()
 
 
 def needed_runs(num_experts: Mapping[int, int], here: range) -> tuple[tuple[int, int, int, int], ...]:

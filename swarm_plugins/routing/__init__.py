@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from swarm_plugins.routing.bans import BanList
 from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.experts import Holder, Share, expert_gaps, missing_experts, share_experts
 
 __all__ = [
-    "BanList",
     "Demand",
     "Holder",
     "ServerEntry",

@@ -5,37 +5,37 @@ Plain requests are what receipts are for, and what is checked: as if the client 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 from torch import Tensor
 
-from swarm_plugins.transport.messages import BackwardRequest, ForwardRequest, PushSlot, SessionStep
+from swarm_plugins.transport.messages import BackwardRequest, ForwardRequest, Message, PushSlot, SessionStep
+
+M = TypeVar("M", bound=Message)
 
 
-def emptied_step(request: SessionStep) -> SessionStep:
-    """Returns a step without its hidden states, which another server pushes; their shape stays, but for the width."""
-    return msgspec.structs.replace(request, hidden=request.hidden[:, :, :0], pushed_bytes=request.hidden.nbytes)
+def input_name(request: Message) -> str:
+    """Returns the field of a request that another server may send: hidden states, or the gradient of the output."""
+    return "grad_hidden" if isinstance(request, BackwardRequest) else "hidden"
 
 
-def emptied_forward(request: ForwardRequest, slot: PushSlot) -> ForwardRequest:
-    """Returns a forward without its hidden states, which another server pushes to a slot; see `emptied_step`."""
-    return msgspec.structs.replace(request, hidden=request.hidden[:, :, :0], pushed=slot)
+def emptied(request: M, slot: PushSlot) -> M:
+    """Returns a request without its input, which another server pushes; its shape stays, but for the width.
+
+    A session has a slot of its own since it was opened: its steps name the size only.
+    """
+    name = input_name(request)
+    tensor: Tensor = getattr(request, name)
+    source = {"pushed_bytes": tensor.nbytes} if isinstance(request, SessionStep) else {"pushed": slot}
+    return msgspec.structs.replace(request, **{name: tensor[:, :, :0]}, **source)
 
 
-def emptied_backward(request: BackwardRequest, slot: PushSlot) -> BackwardRequest:
-    """Returns a backward without its gradient, which another server pushes to a slot; see `emptied_step`."""
-    return msgspec.structs.replace(request, grad_hidden=request.grad_hidden[:, :, :0], pushed=slot)
-
-
-def plain_step(request: SessionStep, hidden: Tensor) -> SessionStep:
-    """Returns a step without any pushing, with its hidden states."""
-    return msgspec.structs.replace(request, hidden=hidden, pushed_bytes=0, push_to=None)
-
-
-def plain_forward(request: ForwardRequest, hidden: Tensor) -> ForwardRequest:
-    """Returns a forward without any pushing, with its hidden states."""
-    return msgspec.structs.replace(request, hidden=hidden, pushed=None, push_to=None)
-
-
-def plain_backward(request: BackwardRequest, grad: Tensor) -> BackwardRequest:
-    """Returns a backward without any pushing, with the gradient of its output."""
-    return msgspec.structs.replace(request, grad_hidden=grad, pushed=None, push_to=None)
+def plain(request: M, tensor: Tensor | None = None) -> M:
+    """Returns a request without any pushing; ``tensor`` is its input, if it was pushed."""
+    found = {} if tensor is None else {input_name(request): tensor}
+    if isinstance(request, SessionStep):
+        return msgspec.structs.replace(request, pushed_bytes=0, push_to=None, **found)
+    if isinstance(request, ForwardRequest | BackwardRequest):
+        return msgspec.structs.replace(request, pushed=None, push_to=None, **found)
+    return request

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
-from swarm_plugins.verification.verifier import Verifier, make_observer
+from swarm_plugins.verification.verifier import Verifier, make_guard
 
-__all__ = ["Quarantine", "Verifier", "make_observer", "user_quarantine"]
+__all__ = ["Quarantine", "Verifier", "make_guard", "user_quarantine"]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from swarm_plugins.client.observer import WrongAnswerError
+from swarm_plugins.client.calls.call import WrongAnswerError
 from swarm_plugins.errors import SwarmError
 
 log = logging.getLogger(__name__)

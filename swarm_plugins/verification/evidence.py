@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.client.observer import BackwardCall, ForwardCall
 from swarm_plugins.errors import CheckpointError, one_line
 from swarm_plugins.kept_files import write_whole
 from swarm_plugins.transport.messages import (
@@ -29,6 +28,7 @@ from swarm_plugins.transport.messages import (
     SessionStepResponse,
 )
 from swarm_plugins.transport.wire import encode
+from swarm_plugins.verification.claims import BackwardClaim, ForwardClaim
 from swarm_plugins.verification.recompute import Asked
 
 if TYPE_CHECKING:
@@ -105,11 +105,11 @@ class Witnessed:
 
 
 def evidence_of(
-    call: ForwardCall | BackwardCall, asked: Asked, opening: Opening | None = None, *, model: str, reason: str
+    call: ForwardClaim | BackwardClaim, asked: Asked, opening: Opening | None = None, *, model: str, reason: str
 ) -> Evidence:
     """Returns the evidence of a wrong answer."""
-    forward = call.request if isinstance(call, ForwardCall) else call.forward
-    outputs = call.response if isinstance(call, ForwardCall) else call.outputs
+    forward = call.request if isinstance(call, ForwardClaim) else call.forward
+    outputs = call.response if isinstance(call, ForwardClaim) else call.outputs
     return Evidence(
         peer=call.peer,
         model=model,
@@ -118,7 +118,7 @@ def evidence_of(
         request=_frame(forward),
         answer=_frame(outputs),
         adapters=_uploads(asked.adapters),
-        backward=(_frame(call.request), _frame(call.response)) if isinstance(call, BackwardCall) else None,
+        backward=(_frame(call.request), _frame(call.response)) if isinstance(call, BackwardClaim) else None,
         opening=None if opening is None else _opened_frames(opening),
     )
 

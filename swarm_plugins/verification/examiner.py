@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse
-from swarm_plugins.client.observer import BackwardCall, ForwardCall, StepCall, WrongAnswerError
+from swarm_plugins.client.calls.call import WrongAnswerError
+from swarm_plugins.client.servers import NONCE_BYTES
 from swarm_plugins.errors import CapacityError, SwarmError, one_line
 from swarm_plugins.transport.messages import (
     BackwardRequest,
@@ -23,6 +24,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
 )
 from swarm_plugins.transport.receipts import check_step_receipt, history_after
+from swarm_plugins.verification.claims import BackwardClaim, ForwardClaim, StepClaim
 from swarm_plugins.verification.evidence import Witnessed
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 from swarm_plugins.verification.openings import Opening, open_blocks
@@ -40,11 +42,10 @@ from swarm_plugins.verification.repeated import check_repeatable, repeated_forwa
 from swarm_plugins.verification.scores import Verdict
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.discovery.view import Servers
+    from swarm_plugins.client.servers import Servers
 
 log = logging.getLogger(__name__)
 
-NONCE_BYTES = 16
 _Response = ForwardResponse | BackwardResponse
 _MAX_OTHERS = 2
 """Servers that are asked the same; the second one decides whom of the first two to doubt."""
@@ -73,7 +74,7 @@ class Examiner:
         self._servers = servers
         self._blocks = blocks
 
-    async def examine(self, call: ForwardCall | BackwardCall, asked: Asked) -> Found:
+    async def examine(self, call: ForwardClaim | BackwardClaim, asked: Asked) -> Found:
         """Checks an answer.
 
         Raises:
@@ -83,15 +84,15 @@ class Examiner:
         num_blocks = asked.request.end - asked.request.start
         try:
             if num_blocks == 1 or await self._blocks.can_hold(num_blocks):
-                if isinstance(call, ForwardCall):
+                if isinstance(call, ForwardClaim):
                     return Found(verdicts=await recompute_forward(asked, call.response, self._blocks))
                 return Found(verdicts=await recompute_backward(asked, call.request, call.response, self._blocks))
         except SwarmError as exc:
             return await self._elsewhere(call, asked, exc)
-        if isinstance(call, BackwardCall) and (call.request.grad_hidden_states or call.request.grad_router_logits):
+        if isinstance(call, BackwardClaim) and (call.request.grad_hidden_states or call.request.grad_router_logits):
             # These gradients enter between the blocks, where the server would have to know them to commit.
             return await self._elsewhere(call, asked, UncheckableError("gradients of inner states cannot be opened"))
-        grad = None if isinstance(call, ForwardCall) else call.request.grad_hidden
+        grad = None if isinstance(call, ForwardClaim) else call.request.grad_hidden
         try:
             opening = await self._opened(call.peer, asked, grad)
         except CapacityError as exc:
@@ -102,7 +103,7 @@ class Examiner:
         except SwarmError as exc:
             return await self._elsewhere(call, asked, exc)
 
-    async def examine_session(self, call: StepCall) -> tuple[list[Verdict], Witnessed | None]:
+    async def examine_session(self, call: StepClaim) -> tuple[list[Verdict], Witnessed | None]:
         """Checks a step of a session by two opened blocks: has the server repeat the session as one forward.
 
         Returns:
@@ -114,8 +115,6 @@ class Examiner:
             SwarmError: If the server does not open the forward.
         """
         info, step, arrived = call.info, call.request, _arrived(call)
-        if info is None:
-            raise UncheckableError("the server has not said how it computes")
         kind, version = Kind(info.dtype, info.quantization), self._servers.view.version.key
         before, history = b"", call.history
         if call.sent is not None:
@@ -154,7 +153,7 @@ class Examiner:
         ask = functools.partial(open_blocks, peers, peer, asked.request, grad=grad, nonce=nonce)
         return await peers.with_adapters(peer, asked.adapters, ask)
 
-    async def _elsewhere(self, call: ForwardCall | BackwardCall, asked: Asked, cause: SwarmError) -> Found:
+    async def _elsewhere(self, call: ForwardClaim | BackwardClaim, asked: Asked, cause: SwarmError) -> Found:
         """Compares an answer with other servers' until one of them agrees, or two differ from it."""
         differing: list[tuple[str, _Response]] = []
         verdicts: list[Verdict] = []
@@ -184,7 +183,7 @@ class Examiner:
         for peer, _ in differing:
             self._servers.view.ban(peer, WrongAnswerError(f"server {peer} differs from {from_whom}"))
 
-    def _others(self, call: ForwardCall | BackwardCall, asked: Asked) -> list[str]:
+    def _others(self, call: ForwardClaim | BackwardClaim, asked: Asked) -> list[str]:
         """Returns other servers of the same kind that hold the blocks, in random order."""
         view, request, kind = self._servers.view, asked.request, asked.kind
         found = [
@@ -192,7 +191,7 @@ class Examiner:
             for entry in view.usable({call.peer})
             if entry.start <= request.start and request.end <= entry.end
         ]
-        infos = {peer: view.known.infos[peer] for peer in found if peer in view.known.infos}
+        infos = {peer: info for peer in found if (info := view.said(peer)) is not None}
         same = [
             peer for peer, info in infos.items() if (info.dtype, info.quantization) == (kind.dtype, kind.quantization)
         ]
@@ -200,11 +199,11 @@ class Examiner:
         return same
 
     async def _ask(
-        self, peer: str, call: ForwardCall | BackwardCall, asked: Asked
+        self, peer: str, call: ForwardClaim | BackwardClaim, asked: Asked
     ) -> ForwardResponse | BackwardResponse:
         peers = self._servers.peers
         forward = msgspec.structs.replace(asked.request, keep=False, nonce=secrets.token_bytes(NONCE_BYTES))
-        if isinstance(call, ForwardCall):
+        if isinstance(call, ForwardClaim):
             return await peers.with_adapters(
                 peer, asked.adapters, lambda: peers.request(peer, "rpc_forward", forward, ForwardResponse)
             )
@@ -214,7 +213,7 @@ class Examiner:
         )
 
 
-def _arrived(call: StepCall) -> list[SessionStep]:
+def _arrived(call: StepClaim) -> list[SessionStep]:
     """Returns the steps of a session as the server got them, or if they are not all known, the last one only."""
     sent = [call.request] if call.sent is None else call.sent.steps
     # It grows while a check waits for its turn.
@@ -226,14 +225,14 @@ def _arrived(call: StepCall) -> list[SessionStep]:
 
 
 def _compared(
-    call: ForwardCall | BackwardCall,
+    call: ForwardClaim | BackwardClaim,
     asked: Asked,
     one: _Response,
     other: _Response,
 ) -> list[Verdict]:
     if isinstance(one, ForwardResponse) and isinstance(other, ForwardResponse):
         return forward_verdicts(asked, one, [*other.hidden_states, other.hidden], is_mixture=True)
-    if isinstance(call, BackwardCall) and isinstance(one, BackwardResponse) and isinstance(other, BackwardResponse):
+    if isinstance(call, BackwardClaim) and isinstance(one, BackwardResponse) and isinstance(other, BackwardResponse):
         hidden = torch.zeros_like(asked.request.hidden) if other.grad_hidden is None else other.grad_hidden
         return backward_verdicts(asked, one, [hidden, *other.grad_adapters, *other.grad_prefix], is_mixture=True)
     return []

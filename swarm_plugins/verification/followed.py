@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
-from swarm_plugins.client.observer import SentSession, StepCall
 from swarm_plugins.client.sessions.history import History
+from swarm_plugins.client.sessions.span import SentSession
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.messages import SessionStepResponse
 from swarm_plugins.transport.receipts import check_step_receipt, first_history
+from swarm_plugins.verification.claims import StepClaim
 from swarm_plugins.verification.evidence import Witnessed
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.recompute import check_kind, travelled
@@ -51,7 +52,7 @@ class FollowedSession:
             one is other for one, other in zip(known, history.steps, strict=False)
         )
 
-    def add(self, call: StepCall) -> None:
+    def add(self, call: StepClaim) -> None:
         """Follows the step that the session has just made.
 
         Raises:
@@ -80,7 +81,7 @@ class FollowedSession:
         self._answers.append(answer)
         self.shadow.add(request, use, answer.hidden)
 
-    def _adapters_of(self, call: StepCall) -> AdapterUse | None:
+    def _adapters_of(self, call: StepClaim) -> AdapterUse | None:
         """Returns the adapters of a step; None if they have changed since they were named."""
         named = call.request.adapters, call.request.adapter_rows
         if self._use is None or self._use[0] != named:

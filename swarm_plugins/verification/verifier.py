@@ -1,49 +1,38 @@
-"""Spot checks of servers' answers, as Petals proposes them (Borzunov et al. 2023, section 4).
-
-A checked call is computed again here, from the input that the server got. The first calls of a server are checked
-before their answers are used, later ones by chance and in the background. A server with a wrong answer is quarantined,
-and the call goes to another one.
-"""
+"""Guards a client's calls: a checked one is computed again here, from the input that the server got."""
 
 from __future__ import annotations
 
+import functools
 import logging
-import secrets
-import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from swarm_plugins.book.judging import When
 from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.client.observer import (
-    BackwardCall,
-    CallObserver,
-    ForwardCall,
-    NoObserver,
-    StepCall,
-    WrongAnswerError,
-)
+from swarm_plugins.client.calls.call import Answer, Call, Caller
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.receipts import check_receipt
-from swarm_plugins.verification.background import BackgroundChecks
+from swarm_plugins.verification.checker import CheckedCaller, Checker, Finding, Server, checked_as
+from swarm_plugins.verification.claims import BackwardClaim, ForwardClaim, StepClaim, claim_of
 from swarm_plugins.verification.evidence import Evidence, Witnessed, evidence_of, evidence_of_session, save_evidence
-from swarm_plugins.verification.examiner import NONCE_BYTES, Examiner
+from swarm_plugins.verification.examiner import Examiner
 from swarm_plugins.verification.followed import FollowedSession
-from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.norms import NormRanges, norm_ratio
-from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
-from swarm_plugins.verification.rates import CheckRates, When
+from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.verification.reading import read_session
 from swarm_plugins.verification.recompute import Asked, check_kind, travelled
-from swarm_plugins.verification.scores import Verdict
 
 if TYPE_CHECKING:
+    from swarm_plugins.book.record import PeerBook
     from swarm_plugins.checkpoint import Checkpoint
-    from swarm_plugins.client.discovery.view import Servers
+    from swarm_plugins.client.config import SwarmConfig
+    from swarm_plugins.client.servers import Servers
+    from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
 
@@ -51,92 +40,95 @@ _MAX_SHADOWS = 8
 """Sessions followed at a time."""
 _FIRST_STEPS = 4
 """Steps of a new server's sessions that are checked before they are used."""
-_UNCHECKED_S = 60.0
-"""Pause after an answer could not be checked, for want of weights and of other servers."""
 _STEPS_AT_ONCE = 8
 """Later steps of a session that are checked together."""
 
 
-class Server(NamedTuple):
-    """What is checked for itself: a server that moves or loads other weights is new, and so is each kind of call."""
-
-    peer: str
-    what: str
-    start: int
-    end: int
-    dtype: str
-    quantization: str
-
-
 class Verifier:
-    """Observes the calls of one client to one model's servers; see `CallObserver`.
+    """Guards the calls of one client to one model's servers; see `Guard`.
 
     Args:
-        servers: The model's servers.
+        checker: Keeps the books.
         blocks: Computes what servers should have computed.
-        quarantine: Where caught servers are listed.
         evidence: Folder for what they were caught with.
-        version: Model version, for both.
+        version: Model version, for that.
     """
 
-    def __init__(
-        self, servers: Servers, blocks: LocalBlocks, quarantine: Quarantine, *, evidence: Path, version: str
-    ) -> None:
-        self.quarantine = quarantine
+    def __init__(self, checker: Checker, blocks: LocalBlocks, *, evidence: Path, version: str) -> None:
+        self.checker = checker
         self.evidence = evidence
         self.version = version
-        self.rates = CheckRates()
-        """Which calls are checked."""
-        self.checked: Counter[str] = Counter()
-        """Checks that came to a result, by peer."""
         self._blocks = blocks
         self._norms = NormRanges()
-        self._examiner = Examiner(servers, blocks)
-        self._background = BackgroundChecks()
         self._shadows: weakref.WeakKeyDictionary[History, tuple[FollowedSession, When]] = weakref.WeakKeyDictionary()
-        self._unchecked: dict[Server, float] = {}
-        """Servers whose answers could not be checked, and when to try again."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether checks are under way in the background."""
-        return self._background.is_busy
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer is in quarantine."""
-        return peer in self.quarantine
+        return peer in self.checker.quarantine
 
-    def nonce(self) -> bytes:
-        """Returns random bytes: every answer needs a receipt, as servers must not know which ones are checked."""
-        return secrets.token_bytes(NONCE_BYTES)
+    def wrap(self, inner: Caller, servers: Servers) -> Caller:
+        """Returns a caller that examines answers before they are used."""
+        examiner = Examiner(servers, self._blocks)
 
-    async def forward_done(self, call: ForwardCall) -> None:
-        """Checks a forward, or not; see `CallObserver`."""
-        await self._examine(call, "forward")
+        async def examine(call: Call[Any, Any], answer: Answer[Any, Any]) -> None:
+            info = servers.view.said(answer.peer)
+            if info is not None:
+                await self._examine(claim_of(call, answer, info), examiner)
 
-    async def backward_done(self, call: BackwardCall) -> None:
-        """Checks a backward, or not; see `CallObserver`."""
-        await self._examine(call, "backward")
+        return CheckedCaller(inner, self.checker, examine, servers.view.ban)
 
-    async def step_done(self, call: StepCall) -> None:
-        """Checks a step of a session whose steps are all checked, or not; see `CallObserver`."""
-        info, history = call.info, call.history
-        self._check_not_excluded(call.peer)
-        if info is None:
+    async def close(self) -> None:
+        """Ends the checks in the background. Idempotent."""
+        await self.checker.close()
+
+    async def _examine(self, claim: ForwardClaim | BackwardClaim | StepClaim, examiner: Examiner) -> None:
+        if isinstance(claim, StepClaim):
+            await self._examine_step(claim, examiner)
             return
-        server = Server(call.peer, "session step", info.start, info.end, info.dtype, info.quantization)
+        server = checked_as(claim.peer, "forward" if isinstance(claim, ForwardClaim) else "backward", claim.info)
+        when = self.checker.when(server)
+        if self._norms.is_odd(_norm_key(claim), _norm_ratio(claim)) and not self.checker.is_paused(server):
+            when = "before"
+        if when == "never":
+            return
+        # Copied now: what trains is changed in place by the next optimizer step.
+        claim = _as_sent(claim)
+        forward = claim.request if isinstance(claim, ForwardClaim) else claim.forward
+        asked = Asked(forward, claim.adapters, Kind(claim.info.dtype, claim.info.quantization))
+        if not asked.is_as_sent:
+            log.debug("adapters have changed since %s answered: its answer cannot be checked", claim.peer)
+            return
+        await self.checker.run(server, when, functools.partial(self._found, examiner, claim, asked))
+
+    async def _found(self, examiner: Examiner, claim: ForwardClaim | BackwardClaim, asked: Asked) -> Finding:
+        """Checks a forward or a backward."""
+        _check_receipts(claim, asked)
+        found = await examiner.examine(claim, asked)
+        if found.verdicts and not any(verdict.is_wrong for verdict in found.verdicts):
+            self._norms.learn(_norm_key(claim), _norm_ratio(claim))
+
+        def save(reason: str) -> str:
+            return self._saved(evidence_of(claim, asked, found.opening, model=self.version, reason=reason))
+
+        where = _where(range(asked.request.start, asked.request.end))
+        return Finding(verdicts=found.verdicts, where=where, others=found.others, save=save)
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    async def _examine_step(self, claim: StepClaim, examiner: Examiner) -> None:
+        """Checks a step of a session that is followed here, or too large to be, or neither."""
+        history, checker = claim.history, self.checker
+        server = checked_as(claim.peer, "session step", claim.info)
         if not await self._can_hold(server, history.steps[-1].blocks):
-            await self._examine_step(server, call)
+            await self._examine_large(server, claim, examiner)
             return
         if len(history.steps) == 1:
-            when = self._when(server)
+            when = checker.when(server)
             # Of a new server the first steps are always checked, whatever other sessions are followed.
             if when == "before" or (when == "after" and len(self._shadows) < _MAX_SHADOWS):
-                kind = Kind(info.dtype, info.quantization)
-                self._shadows[history] = (
-                    FollowedSession(history, history.steps[0].blocks, info.version, kind),
-                    when,
-                )
+                kind = Kind(claim.info.dtype, claim.info.quantization)
+                session = FollowedSession(history, history.steps[0].blocks, claim.info.version, kind)
+                self._shadows[history] = session, when
         if history not in self._shadows:
             return
         session, when = self._shadows[history]
@@ -144,149 +136,45 @@ class Verifier:
             # Its cache was cropped or reordered: what has been followed is no part of it any more.
             del self._shadows[history]
             return
-        session.add(call)
+        session.add(claim)
+        compare = functools.partial(self._compared, server.peer, session)
         if when == "before" and len(history.steps) <= _FIRST_STEPS:
-            await self._compare(server, session)
+            await checker.run(server, "before", compare)
             if len(history.steps) == _FIRST_STEPS and len(self._shadows) > _MAX_SHADOWS:
                 del self._shadows[history]
-        elif session.shadow.num_waiting >= _STEPS_AT_ONCE and not self._background.is_full:
-            self._background.start(self._compare(server, session), f"check a session of {call.peer}")
-
-    async def _compare(self, server: Server, session: FollowedSession) -> None:
-        """Compares the last steps of a session that is followed."""
-        try:
-            verdicts = await session.compare(self._blocks)
-        except UncheckableError as exc:
-            self._say_unchecked(server, exc)
-            return
-        self._judge_session(server, session.shadow.blocks, verdicts, session.witnessed)
+        elif session.shadow.num_waiting >= _STEPS_AT_ONCE and not checker.is_full:
+            await checker.run(server, "after", compare)
 
     async def _can_hold(self, server: Server, blocks: range) -> bool:
         """Returns whether a session on some blocks can be followed here; without a checkpoint it cannot be checked."""
         try:
             return await self._blocks.can_hold(len(blocks))
         except SwarmError as exc:
-            self._say_unchecked(server, exc)
+            self.checker.say_unchecked(server, exc)
             return True
 
-    async def _examine_step(self, server: Server, call: StepCall) -> None:
+    async def _examine_large(self, server: Server, claim: StepClaim, examiner: Examiner) -> None:
         """Checks a step of a session that is too large to follow, or not."""
-        when = self._when(server)
-        new, length = call.request.hidden.shape[1], call.history.length
+        when = self.checker.when(server)
+        new, length = claim.request.hidden.shape[1], claim.history.length
         # The server repeats the whole session: rarely, then, when it is long.
-        if when == "never" or (when == "after" and self.rates.chance() * length > new):
+        if when == "after" and self.checker.chance() * length > new:
             return
-        check = self._repeat(server, call)
-        if when == "before":
-            await check
-        else:
-            self._background.start(check, f"check a session of {call.peer}")
+        await self.checker.run(server, when, functools.partial(self._repeated, examiner, claim))
 
-    async def stand_in(self, blocks: range) -> str:
-        """Knows no other peer."""
-        return ""
+    async def _compared(self, peer: str, session: FollowedSession) -> Finding:
+        """Compares the last steps of a session that is followed."""
+        verdicts = await session.compare(self._blocks)
+        save = functools.partial(self._saved_session, peer, session.witnessed)
+        return Finding(verdicts=verdicts, where=_where(session.shadow.blocks), save=save)
 
-    async def close(self) -> None:
-        """Ends the checks in the background. Idempotent."""
-        await self._background.close()
-
-    async def _examine(self, call: ForwardCall | BackwardCall, what: str) -> None:
-        info = call.info
-        self._check_not_excluded(call.peer)
-        if info is None:
-            return
-        server = Server(call.peer, what, info.start, info.end, info.dtype, info.quantization)
-        when = self._when(server)
-        ratio = _norm_ratio(call)
-        if self._norms.is_odd(_norm_key(call), ratio) and server not in self._unchecked:
-            when = "before"
-        if when == "never":
-            return
-        # Copied now: what trains is changed in place by the next optimizer step.
-        call = _as_sent(call)
-        forward = call.request if isinstance(call, ForwardCall) else call.forward
-        asked = Asked(forward, call.adapters, Kind(info.dtype, info.quantization))
-        if not asked.is_as_sent:
-            log.debug("adapters have changed since %s answered: its answer cannot be checked", call.peer)
-            return
-        check = self._check(server, call, asked)
-        if when == "before" or self._background.is_full:
-            await check
-        else:
-            self._background.start(check, f"check {what} of {call.peer}")
-
-    def _when(self, server: Server) -> When:
-        return "never" if time.monotonic() < self._unchecked.get(server, 0.0) else self.rates.when(server)
-
-    def _check_not_excluded(self, peer: str) -> None:
-        """Refuses answers of a server that was caught meanwhile: by a check in the background, or another client."""
-        if peer in self.quarantine:
-            raise WrongAnswerError(f"server {peer} is in quarantine")
-
-    async def _check(self, server: Server, call: ForwardCall | BackwardCall, asked: Asked) -> None:
-        try:
-            _check_receipts(call, asked)
-        except ProtocolError:
-            self.rates.doubt(server)
-            raise
-        try:
-            found = await self._examiner.examine(call, asked)
-        except UncheckableError as exc:
-            self._say_unchecked(server, exc)
-            return
-        except SwarmError:
-            # A server that does not open what it has answered is not believed.
-            self.rates.doubt(server)
-            raise
-        blocks = range(asked.request.start, asked.request.end)
-        reason = self._judged(server, blocks, found.verdicts)
-        if not reason:
-            self._norms.learn(_norm_key(call), _norm_ratio(call))
-            return
-        if found.others:
-            raise WrongAnswerError(f"server {call.peer} gave another answer than {', '.join(found.others)}: {reason}")
-        evidence = evidence_of(call, asked, found.opening, model=self.version, reason=reason)
-        self._convict(server, reason, self._saved(evidence))
-
-    async def _repeat(self, server: Server, call: StepCall) -> None:
+    async def _repeated(self, examiner: Examiner, claim: StepClaim) -> Finding:
         """Has a server repeat a session, and checks that."""
-        blocks = call.history.steps[-1].blocks
-        try:
-            verdicts, witnessed = await self._examiner.examine_session(call)
-        except UncheckableError as exc:
-            self._say_unchecked(server, exc)
-            return
-        self._judge_session(server, blocks, verdicts, lambda: witnessed)
+        verdicts, witnessed = await examiner.examine_session(claim)
+        save = functools.partial(self._saved_session, claim.peer, lambda: witnessed)
+        return Finding(verdicts=verdicts, where=_where(claim.history.steps[-1].blocks), save=save)
 
-    def _judge_session(
-        self, server: Server, blocks: range, verdicts: Sequence[Verdict], witness: Callable[[], Witnessed | None]
-    ) -> None:
-        reason = self._judged(server, blocks, verdicts)
-        if reason:
-            found = witness()
-            self._convict(server, reason, "" if found is None else self._saved_session(server.peer, found, reason))
-
-    def _judged(self, server: Server, blocks: range, verdicts: Sequence[Verdict]) -> str:
-        """Notes the result of a check; returns what is wrong, if anything."""
-        if not verdicts:
-            return ""
-        self.checked[server.peer] += 1
-        wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
-        if wrong is None:
-            self.rates.passed(server)
-            return ""
-        self.rates.doubt(server)
-        return f"wrong {server.what} of blocks {blocks.start}:{blocks.stop}: {wrong}"
-
-    def _convict(self, server: Server, reason: str, evidence: str) -> NoReturn:
-        self.quarantine.add(server.peer, model=self.version, reason=reason, evidence=evidence)
-        log.warning("server %s is quarantined for a day: %s", server.peer, reason)
-        raise WrongAnswerError(f"server {server.peer} gave a wrong answer and is quarantined: {reason}")
-
-    def _say_unchecked(self, server: Server, exc: SwarmError) -> None:
-        if server not in self._unchecked:
-            log.warning("answers (%s) of server %s cannot be checked: %s", server.what, server.peer, one_line(exc))
-        self._unchecked[server] = time.monotonic() + _UNCHECKED_S
+    # -- evidence -----------------------------------------------------------------------------------------------------
 
     def _saved(self, evidence: Evidence) -> str:
         """Saves the evidence of a wrong answer; returns its file, or nothing if it cannot be written."""
@@ -296,7 +184,10 @@ class Verifier:
             log.warning("cannot save the evidence against %s to %s: %s", evidence.peer, self.evidence, one_line(exc))
             return ""
 
-    def _saved_session(self, peer: str, found: Witnessed, reason: str) -> str:
+    def _saved_session(self, peer: str, witness: Callable[[], Witnessed | None], reason: str) -> str:
+        found = witness()
+        if found is None:
+            return ""
         evidence = evidence_of_session(peer, found, model=self.version, reason=reason)
         try:
             read_session(evidence)
@@ -306,19 +197,22 @@ class Verifier:
         return self._saved(evidence)
 
 
-def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:
-    """Returns the observer that a client's settings ask for."""
-    config = servers.view.config
-    if not config.wants_checks(servers.view.initial_peers):
-        return NoObserver()
-    blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes, version=servers.view.version)
-    evidence = default_cache() / "evidence"
-    return Verifier(servers, blocks, user_quarantine(), evidence=evidence, version=str(servers.view.version))
+def make_guard(
+    book: PeerBook, config: SwarmConfig, version: ModelVersion, open_checkpoint: Callable[[], Checkpoint]
+) -> Verifier:
+    """Returns what examines answers of the servers of a model version."""
+    blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes, version=version)
+    checker = Checker(book, user_quarantine(), model=str(version))
+    return Verifier(checker, blocks, evidence=default_cache() / "evidence", version=str(version))
 
 
-def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:
+def _where(blocks: range) -> str:
+    return f"blocks {blocks.start}:{blocks.stop}"
+
+
+def _check_receipts(call: ForwardClaim | BackwardClaim, asked: Asked) -> None:
     """Raises ProtocolError unless the server has signed its answer, and what it says about itself."""
-    if isinstance(call, ForwardCall):
+    if isinstance(call, ForwardClaim):
         receipt = check_receipt(call.peer, call.request, call.response)
     else:
         if call.request.forward is None:
@@ -327,22 +221,22 @@ def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:
     check_kind(call.peer, receipt, asked.request.version, asked.kind)
 
 
-def _norm_ratio(call: ForwardCall | BackwardCall) -> float:
-    if isinstance(call, ForwardCall):
+def _norm_ratio(call: ForwardClaim | BackwardClaim) -> float:
+    if isinstance(call, ForwardClaim):
         return norm_ratio(call.response.hidden, call.request.hidden)
     found = call.response.grad_hidden
     return 1.0 if found is None else norm_ratio(found, call.request.grad_hidden)
 
 
-def _norm_key(call: ForwardCall | BackwardCall) -> tuple[str, int, int]:
-    if isinstance(call, ForwardCall):
+def _norm_key(call: ForwardClaim | BackwardClaim) -> tuple[str, int, int]:
+    if isinstance(call, ForwardClaim):
         return "forward", call.request.start, call.request.end
     return "backward", call.forward.start, call.forward.end
 
 
-def _as_sent(call: ForwardCall | BackwardCall) -> ForwardCall | BackwardCall:
+def _as_sent(call: ForwardClaim | BackwardClaim) -> ForwardClaim | BackwardClaim:
     """Returns a call with copies of its messages, as they were on the other end of the wire."""
-    if isinstance(call, ForwardCall):
+    if isinstance(call, ForwardClaim):
         codec = call.request.reply_codec
         return replace(call, request=travelled(call.request, codec), response=travelled(call.response, "none"))
     codec = call.request.reply_codec

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
-from swarm_plugins.client import SwarmConfig, SwarmConnection, connect, handing
+from swarm_plugins.book import judging
+from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.links import Link
 from swarm_plugins.links.network import Traffic
@@ -25,7 +26,7 @@ SOON_S = 60.0
 
 @pytest.mark.swarm
 def test_clients_and_servers_have_links_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handing, "_PATIENCE_S", SOON_S)  # nothing is sent twice on a busy machine
+    monkeypatch.setattr(judging, "push_wait_s", lambda *_: SOON_S)  # nothing is sent twice on a busy machine
     directory = save_tiny("llama", tmp_path / "llama")
     local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     want = local.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False)

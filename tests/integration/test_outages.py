@@ -136,12 +136,13 @@ def test_a_trainer_and_a_generation_go_on_here_while_blocks_have_no_server(
             return tuner.losses
 
         generating = loader(model)
-        [host] = [one for one in client._observers if isinstance(one, StandIn)]
+        [host] = [one for one in client._helpers if isinstance(one, StandIn)]
         expected = losses(), tokens(generating)
         assert (losses(_AtStep(2, swarm.servers[1].kill)), tokens(generating)) == expected
         assert host._hosted
         swarm.restart(1)
         monkeypatch.setattr("swarm_plugins.fallback.stand_in._IDLE_S", 0.5)
+        monkeypatch.setattr("swarm_plugins.fallback.stand_in._LOOK_S", 0.05)
         deadline = time.monotonic() + 3 * CURE_S
         while host._hosted:
             assert tokens(generating) == expected[1]

@@ -72,8 +72,8 @@ def killed_while_computing(client: PreTrainedModel, connection: SwarmConnection,
     """Makes a holder the nearest of all, holds up the requests that come, and then kills it."""
     view = next(one for one in client.modules() if isinstance(one, RemoteExpertsModule))._remote.holders.view
     connection.loop.run(view.refresh(force=True))
-    for peer, entry in view.known.entries.items():
-        view.known.entries[peer] = replace(entry, round_trip_s=0.0 if peer == victim.peer_id else 1.0)
+    for peer, entry in view.entries.items():
+        view.entries[peer] = replace(entry, round_trip_s=0.0 if peer == victim.peer_id else 1.0)
     with frozen(victim), ThreadPoolExecutor(1) as pool:
         death = pool.submit(lambda: (time.sleep(0.2), victim.kill()))
         yield

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarm_plugins import LocalSwarm, SwarmConfig
 from swarm_plugins.client import connect
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.testing.models import save_tiny
 
 IN_A_RUN = [

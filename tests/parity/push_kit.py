@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM
-from swarm_plugins.client import SwarmConfig, handing
+from swarm_plugins.book import judging
+from swarm_plugins.client import SwarmConfig
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server.rpc import checks
 from swarm_plugins.server.state.pushes import Pushes
@@ -58,7 +59,7 @@ def refused(swarm: InProcessSwarm) -> list[int]:
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
     """Sets after what time a client sends a pushed input itself."""
-    monkeypatch.setattr(handing, "_patience_s", lambda *_: patience_s)
+    monkeypatch.setattr(judging, "push_wait_s", lambda *_: patience_s)
 
 
 def in_session(swarm: InProcessSwarm) -> list[str]:

@@ -31,6 +31,7 @@ from push_kit import (
 )
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
+from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.links import Link
@@ -138,13 +139,13 @@ def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
         monkeypatch.setattr(SwarmView, "saved_s", saved_s)
         assert decode(remote(swarm)).equal(want)
         assert set(saved) == {(one, two), (two, three)}
-        paces = swarm.connection.peers.paces
+        book = swarm.connection.peers.book
         unknown = {"round_trip_s": 0.0, "step_s": 1e-6, "throughput": 0.0, "free_kv_tokens": 0}
         entries = [
             ServerEntry(peer=peer, start=start, end=end, **unknown)  # type: ignore[arg-type]
             for peer, (start, end) in zip(swarm.peers, SPANS, strict=True)
         ]
-        first, *others = (entry.step_s * (entry.end - entry.start) for entry in paces.corrected(entries, {}))
+        first, *others = (entry.step_s * (entry.end - entry.start) for entry in judging.believed(book, entries))
         assert first < 500 <= min(others)
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.book.record import Forgiven
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
@@ -73,7 +74,7 @@ def test_a_failed_step_can_be_tried_again(directory: Path, local: PreTrainedMode
             remote(IDS[:, 6:8], past_key_values=cache)
         assert cache.get_seq_length() == 6
         swarm.transport.revive("peer1")
-        cache.layers[0].state.remote.view.bans.forgive("peer1")
+        cache.layers[0].state.remote.view.peers.book.observe("peer1", Forgiven())
         remote(IDS[:, 6:8], past_key_values=cache)
         got = remote(IDS[:, 8:], past_key_values=cache).logits
     torch.testing.assert_close(got, local(IDS).logits[:, 8:], **FP32)

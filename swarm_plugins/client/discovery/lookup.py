@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from swarm_plugins.errors import TransportError
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.discovery.known import KnownServers
     from swarm_plugins.transport.channel import Directory
     from swarm_plugins.transport.server_info import ServerInfo
     from swarm_plugins.versions import ModelVersion
@@ -29,7 +28,8 @@ class Lookup:
         version: The model version.
         num_blocks: Blocks of the whole model.
         allowed: The only peers that count. None: all.
-        known: Servers that have answered: these stay announced for a while though the directory forgets them.
+        remembered: Returns servers that have answered: they stay announced for a while though the directory forgets
+            them.
         on_late: Called when a late answer has come.
     """
 
@@ -40,7 +40,7 @@ class Lookup:
         num_blocks: int,
         *,
         allowed: tuple[str, ...] | None,
-        known: KnownServers,
+        remembered: Callable[[], dict[str, ServerInfo]],
         on_late: Callable[[], None],
     ) -> None:
         self.directory = directory
@@ -49,7 +49,7 @@ class Lookup:
         self._version = version
         self._num_blocks = num_blocks
         self._allowed = allowed
-        self._known = known
+        self._remembered = remembered
         self._on_late = on_late
         self._asking: asyncio.Task[dict[str, ServerInfo]] | None = None
         self._is_lost = False
@@ -94,4 +94,4 @@ class Lookup:
         allowed = self._allowed
         found = {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
         # After an outage the directory may know some of the servers only: others announce themselves again later.
-        return {**self._known.recent(), **found}
+        return {**self._remembered(), **found}

@@ -7,22 +7,22 @@ import logging
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from swarm_plugins.client.discovery.known import KnownServers
+from swarm_plugins.book import judging
+from swarm_plugins.book.record import Failed, Said
 from swarm_plugins.client.discovery.lookup import Lookup
 from swarm_plugins.client.discovery.missing import serve_command
 from swarm_plugins.client.discovery.probing import Probes
-from swarm_plugins.client.observer import CallObserver, NoObserver
 from swarm_plugins.client.packing import Codecs
 from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, one_line
-from swarm_plugins.routing import BanList, ServerEntry
+from swarm_plugins.routing import ServerEntry
 from swarm_plugins.routing.coverage import spread_sample
 from swarm_plugins.transport.channel import Directory
-from swarm_plugins.transport.records import check_server_info
+from swarm_plugins.transport.records import check_server_info, possible_round_trips
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.versions import ModelVersion
 
@@ -37,6 +37,8 @@ _MAX_PROBES = 64
 """Servers asked in one refresh; of more, a sample that covers every block, where banned ones crowd out no others."""
 _HURRY_S = 2.0
 """Wait for servers once some have answered before."""
+_REMEMBERED_S = 600.0
+"""A server is asked for this long after its last answer, also if the directory does not name it."""
 _WORTH_ASKING = ("online", "stuck")
 """States announced by servers to ask: one that hung may have got on since."""
 
@@ -54,6 +56,7 @@ class ServerView(ABC):
         num_blocks: int,
         model: str | None = None,
         initial_peers: Sequence[str] = (),
+        excludes: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         self.peers = peers
         self.config = config
@@ -64,13 +67,19 @@ class ServerView(ABC):
         self.initial_peers = tuple(initial_peers)
         self.seed = random.getrandbits(64)
         """Decides between servers that are alike: differently for each client, always alike for one."""
-        self.bans = BanList()
-        self.observer: CallObserver = NoObserver()
-        """Examines answers, and excludes peers."""
-        self.known = KnownServers()
-        self.codecs = Codecs(config.codec, self.known, peers.paces)
+        self.excludes = excludes
+        """Says of a peer that it must not be asked at all."""
+        self.entries: dict[str, ServerEntry] = {}
+        """Servers that answered the last refresh, and have not failed since. Replaced as a whole: other threads read
+        it."""
+        self.codecs = Codecs(config.codec, peers.book)
         self.lookup = Lookup(
-            directory, version, num_blocks, allowed=config.allowed_peers, known=self.known, on_late=self.doubt
+            directory,
+            version,
+            num_blocks,
+            allowed=config.allowed_peers,
+            remembered=self._remembered,
+            on_late=self.doubt,
         )
         self.refreshed_at = float("-inf")
         self._last_failure: BaseException | None = None
@@ -111,11 +120,12 @@ class ServerView(ABC):
         async with self._lock:
             if self.refreshed_at > wanted_at or not (force or self.is_stale):
                 return
-            longest_s = min(_HURRY_S, self.config.info_timeout_s) if self.known.infos else self.config.info_timeout_s
+            longest_s = min(_HURRY_S, self.config.info_timeout_s) if self.infos else self.config.info_timeout_s
             await self.lookup.ask()
             asked = self._sample()
             self.refreshed_at = time.monotonic()
-            self.known.keep(await self._probes.ask(asked, longest_s=longest_s))
+            answered = await self._probes.ask(asked, longest_s=longest_s)
+            self.entries = {peer: entry for peer, entry in self.entries.items() if peer in answered}
 
     def refresh_in_background(self) -> asyncio.Task[None]:
         """Updates the view, unless that is under way."""
@@ -140,11 +150,11 @@ class ServerView(ABC):
         online = {
             peer: self.share_of(info)
             for peer, info in self.lookup.announced.items()
-            if info.state in _WORTH_ASKING and self.is_of_use(info) and not self.observer.is_excluded(peer)
+            if info.state in _WORTH_ASKING and self.is_of_use(info) and not self.excludes(peer)
         }
         if len(online) > _MAX_PROBES:
-            online = {peer: online[peer] for peer in self.bans.usable(online, copies=2)}
-        named = self.known.entries.keys() | {address.rpartition("/")[2] for address in self.initial_peers}
+            online = {peer: online[peer] for peer in judging.usable(self.peers.book, online, copies=2)}
+        named = self.entries.keys() | {address.rpartition("/")[2] for address in self.initial_peers}
         again = spread_sample({peer: share for peer, share in online.items() if peer in named}, _MAX_PROBES // 2)
         others = {peer: share for peer, share in online.items() if peer not in again}
         return {peer: online[peer] for peer in [*again, *spread_sample(others, _MAX_PROBES - len(again))]}
@@ -158,26 +168,42 @@ class ServerView(ABC):
         except SwarmError as exc:
             self.ban(peer, exc)
             return False
-        self.known.answered(peer, info)
-        num_blocks = info.end - info.start
-        token_s = num_blocks / info.throughput if info.throughput > 0 else 0.0
-        self.peers.deadlines.announce(peer, step_s=info.decode_s * num_blocks, token_s=token_s)
+        round_trips = possible_round_trips(info)
+        self.peers.book.observe(peer, Said(msgspec.structs.replace(info, round_trips=tuple(round_trips.items()))))
         if info.state != "online":
             return False
-        self.known.add(
-            ServerEntry(
-                peer=peer,
-                start=info.start,
-                end=info.end,
-                round_trip_s=self.peers.paces.round_trip_s(peer) or time.perf_counter() - started,
-                step_s=info.decode_s,
-                throughput=info.throughput,
-                free_kv_tokens=info.free_kv_tokens,
-                pushes=info.pushes,
-                round_trips=dict(self.known.infos[peer].round_trips),
-            )
+        entry = ServerEntry(
+            peer=peer,
+            start=info.start,
+            end=info.end,
+            round_trip_s=judging.round_trip_s(self.peers.book[peer]) or time.perf_counter() - started,
+            step_s=info.decode_s,
+            throughput=info.throughput,
+            free_kv_tokens=info.free_kv_tokens,
+            pushes=info.pushes,
+            round_trips=round_trips,
         )
+        self.entries = {**self.entries, peer: entry}
         return True
+
+    @property
+    def infos(self) -> dict[str, ServerInfo]:
+        """What servers of this version have said of themselves; other threads may read it."""
+        records = self.peers.book.records()
+        infos = {peer: record.info for peer, record in records.items() if record.info is not None}
+        return {peer: info for peer, info in infos.items() if info.version == self.version.key and self.is_of_use(info)}
+
+    def said(self, peer: str) -> ServerInfo | None:
+        """Returns what a server has said of itself; None: nothing yet."""
+        return self.peers.book[peer].info
+
+    def _remembered(self) -> dict[str, ServerInfo]:
+        """Returns the servers that were online when they answered, not long ago."""
+        book = self.peers.book
+        earliest = book.now - _REMEMBERED_S
+        return {
+            peer: info for peer, info in self.infos.items() if book[peer].said_at > earliest and info.state == "online"
+        }
 
     def _check(self, info: ServerInfo) -> None:
         check_server_info(info)
@@ -194,55 +220,71 @@ class ServerView(ABC):
 
     def ban(self, peer: str, error: BaseException) -> None:
         """Excludes a peer from plans for a while, and until it has said again what it serves."""
-        seconds = self.bans.ban(peer, one_line(error))
+        book = self.peers.book
+        book.observe(peer, Failed(one_line(error)))
         self.peers.counts.bans += 1
         self._last_failure, self._last_failed = error, peer
-        self.known.remove(peer)
+        self._remove(peer)
+        seconds = judging.ban_s(book[peer], book.rules)
         log.info("server %s is left out for %.0f s: %s", peer, seconds, one_line(error))
+
+    def _remove(self, peer: str) -> None:
+        """Plans without a server until it answers again."""
+        self.entries = {other: entry for other, entry in self.entries.items() if other != peer}
+
+    def banned(self) -> list[str]:
+        """Returns the announced servers that are banned now."""
+        return [peer for peer in judging.bans(self.peers.book) if peer in self.lookup.announced]
 
     def outdate(self, peer: str, error: BaseException) -> None:
         """Forgets what a peer serves, and asks all again before the next plan."""
         log.info("server %s is asked again what it serves: %s", peer, error)
-        self.known.remove(peer)
+        self._remove(peer)
         self.doubt()
 
     async def pause_for(self, peers: Iterable[str]) -> None:
         """Waits a moment before banned servers are asked again, if others have not what they have."""
-        await asyncio.sleep(max((self.bans.pause_s(peer) for peer in peers if self.bans.is_banned(peer)), default=0.0))
+        await asyncio.sleep(max((judging.pause_s(self.peers.book, peer) for peer in peers), default=0.0))
 
     # -- what to plan with --------------------------------------------------------------------------------------------
 
     def usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
         """Returns the servers to plan with: not banned, or the only holders of something, and not among ``without``."""
         entries = [
-            entry
-            for entry in self.known.entries.values()
-            if entry.peer not in without and not self.observer.is_excluded(entry.peer)
+            entry for entry in self.entries.values() if entry.peer not in without and not self.excludes(entry.peer)
         ]
-        if not any(self.bans.is_banned(entry.peer) for entry in entries):
+        book = self.peers.book
+        if not any(judging.is_banned(book, entry.peer) for entry in entries):
             return entries
-        shares = {entry.peer: self.share_of(self.known.infos[entry.peer]) for entry in entries}
-        peers = set(self.bans.usable(shares))
+        peers = set(judging.usable(book, {entry.peer: self._share(entry.peer) for entry in entries}))
         return [entry for entry in entries if entry.peer in peers]
 
     def has_other(self, peer: str, without: Collection[str]) -> bool:
         """Returns whether a server that is in order, and not among ``without``, has a part of what a peer has."""
-        info = self.known.infos.get(peer)
-        share = set() if info is None else set(self.share_of(info))
+        share = set(self._share(peer))
         return any(
-            not share.isdisjoint(self.share_of(self.known.infos[entry.peer]))
+            not share.isdisjoint(self._share(entry.peer))
             for entry in self.usable({peer, *without})
-            if not self.bans.is_banned(entry.peer)
+            if not judging.is_banned(self.peers.book, entry.peer)
         )
+
+    def _share(self, peer: str) -> Sequence[Hashable]:
+        info = self.said(peer)
+        return () if info is None else self.share_of(info)
+
+    def max_batch_tokens(self, peer: str) -> int:
+        """Returns the largest request (rows times tokens) that a server accepts; 0 if it names no limit."""
+        info = self.said(peer)
+        return 0 if info is None else info.max_batch_tokens
 
     def is_small(self, peer: str) -> bool:
         """Returns whether a server accepts so few tokens that whole batches would be cut to crumbs for it."""
-        return 0 < self.known.max_batch_tokens(peer) < self.config.min_batch_tokens
+        return 0 < self.max_batch_tokens(peer) < self.config.min_batch_tokens
 
     @property
     def is_help_coming(self) -> bool:
         """Whether servers announce that they are loading what none has now."""
-        held = {part for peer in self.known.entries for part in self.share_of(self.known.infos[peer])}
+        held = {part for peer in self.entries for part in self._share(peer)}
         for info in self.lookup.announced.values():
             if self.is_of_use(info) and (info.target is not None or info.state == "joining"):
                 start, end = info.target or (info.start, info.end)
@@ -259,9 +301,9 @@ class ServerView(ABC):
         failure: SwarmError | None,
     ) -> str:
         """Returns a message about what no server holds, with the command that serves it."""
-        left_out = sorted({*self.bans.banned(), *without})
-        quarantined = sorted(peer for peer in self.lookup.announced if self.observer.is_excluded(peer))
-        is_lost = self._last_failed is not None and self._last_failed not in self.known.entries
+        left_out = sorted({*self.banned(), *without})
+        quarantined = sorted(peer for peer in self.lookup.announced if self.excludes(peer))
+        is_lost = self._last_failed is not None and self._last_failed not in self.entries
         cause = failure or (self._last_failure if left_out or is_lost else None)
         reasons = [f"left out after failures: {', '.join(left_out)}"] if left_out else []
         reasons += [f"quarantined for wrong answers: {', '.join(quarantined)}"] if quarantined else []

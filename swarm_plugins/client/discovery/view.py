@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from swarm_plugins.client.digests import DigestCache
+from swarm_plugins.book import judging
 from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
-from swarm_plugins.client.hedging import HedgeBudget
-from swarm_plugins.client.hops import SlotNames
 from swarm_plugins.errors import MissingBlocksError, SwarmError
-from swarm_plugins.recent import Once
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
 from swarm_plugins.routing.pipeline import Schedule, best_schedule
 from swarm_plugins.routing.ways import way_s
 from swarm_plugins.transport.server_info import ServerInfo
 
-if TYPE_CHECKING:
-    from swarm_plugins.client.peers import Peers
 
-log = logging.getLogger(__name__)
+class Fallback(Protocol):
+    """Serves blocks that no server holds."""
+
+    async def stand_in(self, blocks: range) -> str:
+        """Returns a peer that serves some blocks; empty if there is none."""
+
+    async def close(self) -> None:
+        """Ends it. Idempotent."""
 
 
 class SwarmView(ServerView):
-    """Finds servers of blocks, and plans chains over them."""
+    """Finds servers of blocks, and plans chains over them.
+
+    Args:
+        args: As for `ServerView`.
+        fallback: Serves blocks that no server holds. None: they are missing.
+        options: As for `ServerView`.
+    """
+
+    def __init__(self, *args: Any, fallback: Fallback | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fallback = fallback
 
     def is_of_use(self, info: ServerInfo) -> bool:
         """Returns whether a server announces whole blocks."""
@@ -81,16 +91,15 @@ class SwarmView(ServerView):
 
     def _closed(self) -> Collection[tuple[str, str]] | None:
         """Returns which servers hand nothing on to which others; None: no server is to."""
-        return None if self.config.push == "off" else self.peers.hops.closed()
+        return None if self.config.push == "off" else judging.closed_ways(self.peers.book, self.entries)
 
     def believed(self, without: Collection[str] = frozenset()) -> list[ServerEntry]:
         """Returns the usable servers, with what was seen of their speed instead of what they announce."""
-        loads = {peer: info.load for peer, info in self.known.infos.items()}
-        return self.peers.paces.corrected(self.usable(without), loads)
+        return judging.believed(self.peers.book, self.usable(without))
 
     def saved_s(self, sender: str, receiver: str) -> float:
         """Returns how much sooner an output is believed to be at the next server directly than by this client."""
-        one, two = (self.known.entries.get(peer) for peer in (sender, receiver))
+        one, two = (self.entries.get(peer) for peer in (sender, receiver))
         return 0.0 if one is None or two is None else (one.round_trip_s + two.round_trip_s) / 2 - way_s(one, two)
 
     def alternative(
@@ -105,40 +114,18 @@ class SwarmView(ServerView):
         others = [
             entry
             for entry in self.believed(without)
-            if entry.start <= blocks.start and entry.end >= blocks.stop and not self.bans.is_banned(entry.peer)
+            if entry.start <= blocks.start
+            and entry.end >= blocks.stop
+            and not judging.is_banned(self.peers.book, entry.peer)
         ]
         chain = plan(others, blocks, demand, seed=self.seed)
         return chain[0].peer if chain else None
 
-    def max_batch_tokens(self, blocks: range) -> int | None:
+    def most_tokens(self, blocks: range) -> int | None:
         """Returns the largest request (rows times tokens) that every server of any plan accepts; None: no limit."""
-        entries = [
-            entry for entry in self.known.entries.values() if entry.start < blocks.stop and entry.end > blocks.start
-        ]
+        entries = [entry for entry in self.entries.values() if entry.start < blocks.stop and entry.end > blocks.start]
         roomy = [entry for entry in entries if not self.is_small(entry.peer)]
         if missing_blocks(roomy, blocks):
             roomy = entries
-        limits = [self.known.max_batch_tokens(entry.peer) for entry in roomy]
+        limits = [self.max_batch_tokens(entry.peer) for entry in roomy]
         return min((limit for limit in limits if limit > 0), default=None)
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Everything needed to run blocks of one model version."""
-
-    peers: Peers
-    view: SwarmView
-    digests: DigestCache = field(default_factory=DigestCache)
-    hedges: HedgeBudget = field(default_factory=HedgeBudget)
-    slots: SlotNames = field(default_factory=SlotNames)
-    _named: Once[str] = field(default_factory=Once)
-
-    def note_unkept(self, peer: str, tokens: int) -> None:
-        """Says once of a server that it did not keep the graph of a forward of so many tokens."""
-        if self._named.is_first(peer):
-            log.warning(
-                "server %s did not keep the graph of a forward of %d tokens, so the backward runs it again and takes "
-                "up to half as long again: train with smaller batches, or give that server more --activation-bytes",
-                peer,
-                tokens,
-            )

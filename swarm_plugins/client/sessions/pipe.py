@@ -17,16 +17,16 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.handing import PostedInVainError, is_handing_on
-from swarm_plugins.client.sessions.pushing import PushedSteps
-from swarm_plugins.client.sessions.span_session import SpanSession
-from swarm_plugins.client.sessions.span_steps import SpanSteps, neighbors
+from swarm_plugins.client.calls.handing import SentInVainError, Told, is_handing_on, tell
+from swarm_plugins.client.sessions.replacing import moved, neighbors, planned
+from swarm_plugins.client.sessions.span import SpanSession, StepCall
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
+from swarm_plugins.transport.messages import SessionStep, SessionStepResponse
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.discovery.view import Servers
-    from swarm_plugins.client.retries import ChainRetries
+    from swarm_plugins.client.calls.retries import ChainRetries
+    from swarm_plugins.client.servers import Servers
 
 _LEAST_TOKENS = 128
 """Of all rows in one chunk: most of a smaller one's time is reading weights, and a mixture reads all of its experts."""
@@ -34,6 +34,30 @@ _MAX_CHUNKS = 16
 _NEAR_BEST = 1.05
 _MESSAGE_S = 0.005
 """What a message takes beyond computing."""
+
+
+class _Stage:
+    """One span of a chain during a step: a session, or those that have taken its place.
+
+    Args:
+        span: The session.
+    """
+
+    def __init__(self, span: SpanSession) -> None:
+        self.spans = [span]
+        self.calls: list[StepCall] = []
+        """By chunk: what the server is told of ahead; empty if nothing, or no more."""
+        self.told: list[Told[SessionStep, SessionStepResponse]] = []
+        """The same."""
+        self.telling: asyncio.Task[None] | None = None
+
+    def give_up(self) -> None:
+        """Tells the server of nothing more."""
+        if self.telling is not None:
+            self.telling.cancel()
+        for told in self.told:
+            told.give_up()
+        self.calls = []
 
 
 class Pipe:
@@ -51,8 +75,7 @@ class Pipe:
         self, servers: Servers, spans: Sequence[SpanSession], inputs: SpanInputs, cached: int, retries: ChainRetries
     ) -> None:
         self._servers = servers
-        self._steps = SpanSteps(servers)
-        self._stages = [[span] for span in spans]
+        self._stages = [_Stage(span) for span in spans]
         self._inputs = inputs
         self._cached = cached
         self._retries = retries
@@ -60,34 +83,35 @@ class Pipe:
     @property
     def spans(self) -> list[SpanSession]:
         """The sessions that hold the step now, in the order of their blocks."""
-        return [span for stage in self._stages for span in stage]
+        return [span for stage in self._stages for span in stage.spans]
 
     async def run(self) -> SpanOutputs:
         """Runs the step; raises like `ChainCall`."""
-        pushed = await self._pushed()
-        chunks = self._chunks(is_pushed=pushed is not None)
+        is_pushed = await self._is_pushed()
+        chunks = self._chunks(is_pushed=is_pushed)
+        if is_pushed:
+            self._prepare(chunks)
+        told = [one for stage in self._stages for one in stage.told]
         try:
             if len(chunks) == 1:
-                return await self._run_at_once(pushed)
-            return await self._run_chunks(chunks, pushed)
+                return await self._run_at_once()
+            return await self._run_chunks(chunks)
         finally:
-            if pushed is not None:
-                await pushed.close()
+            for one in told:
+                await one.close()
 
     # -- what to do ---------------------------------------------------------------------------------------------------
 
-    async def _pushed(self) -> PushedSteps | None:
-        """Opens the sessions; returns None unless each server is to get its input from the one before."""
-        servers, spans = self._servers, self.spans
+    async def _is_pushed(self) -> bool:
+        """Opens the sessions; returns whether each server is to get its input from the one before."""
+        spans = self.spans
         if len(spans) < 2:
-            return None
+            return False
         if any(span.channel is None for span in spans):
             rows = self._inputs.hidden.shape[0]
-            await asyncio.gather(*(self._steps.open_ahead(span, rows) for span in spans))
+            await asyncio.gather(*(span.open_ahead(rows) for span in spans))
         are_ready = all(span.channel is not None for span in spans) and all(span.push_key for span in spans[1:])
-        if not is_handing_on(servers, [span.peer for span in spans]) or not are_ready:
-            return None
-        return PushedSteps(spans, servers)
+        return is_handing_on(self._servers.peers, [span.peer for span in spans]) and are_ready
 
     def _chunks(self, *, is_pushed: bool) -> list[SpanInputs]:
         """Cuts the new tokens so that the prompt is through soonest."""
@@ -96,14 +120,31 @@ class Pipe:
             return [self._inputs]
         spans, least = self.spans, 1
         if is_pushed:
-            parts = [(span, replace(self._inputs, blocks=span.blocks)) for span in spans]
-            least = math.ceil(tokens / min(self._steps.tokens_at_once(span, part) for span, part in parts))
+            least = math.ceil(tokens / min(span.tokens_at_once(self._inputs) for span in spans))
         most = rows * tokens // _LEAST_TOKENS
         if len(spans) > 1 and most > 1:
             step_s, token_s = self._pace(spans, is_pushed=is_pushed)
             least = max(least, min(num_chunks(len(spans), rows * tokens, step_s, token_s), most))
         size = math.ceil(tokens / least)
         return [self._inputs.take_tokens(start, start + size) for start in range(0, tokens, size)]
+
+    def _prepare(self, chunks: Sequence[SpanInputs]) -> None:
+        """Makes the calls that servers are told of ahead: each gets its input from the server before."""
+        before: _Stage | None = None
+        for stage in self._stages:
+            [span] = stage.spans
+            cached, sender = self._cached, "" if before is None else before.spans[0].peer
+            for index, chunk in enumerate(chunks):
+                call = StepCall(self._servers, span, replace(chunk, blocks=span.blocks), cached)
+                slot = span.slot(index, chunk.hidden.nbytes)
+                told = Told(self._servers.peers, self._servers.view, call, span.peer, slot, sender=sender)
+                call.told = told
+                if before is not None:
+                    before.calls[index].next = told
+                stage.calls.append(call)
+                stage.told.append(told)
+                cached += chunk.hidden.shape[1]
+            before = stage
 
     def _pace(self, spans: Sequence[SpanSession], *, is_pushed: bool) -> tuple[float, float]:
         """Returns the seconds of the slowest span for a chunk, and for each token of it, as far as they are known."""
@@ -119,109 +160,91 @@ class Pipe:
 
     # -- doing it -----------------------------------------------------------------------------------------------------
 
-    async def _run_at_once(self, pushed: PushedSteps | None) -> SpanOutputs:
+    async def _run_at_once(self) -> SpanOutputs:
         """Runs the step without cutting it: no task is worth its while for a single token."""
-        if pushed is not None:
-            for span in self.spans:
-                await self._tell(span, [self._inputs], pushed)
+        for stage in self._stages:
+            await tell(stage.told)
         answers: list[SpanOutputs] = []
         for stage in self._stages:
             hidden = answers[-1].hidden if answers else self._inputs.hidden
-            answers.append(await self._run_chunk(stage, replace(self._inputs, hidden=hidden), self._cached, pushed))
+            answers.append(await self._run_chunk(stage, 0, replace(self._inputs, hidden=hidden), self._cached))
         return chain_outputs(answers, collect_hidden=self._inputs.collect_hidden)
 
-    async def _run_chunks(self, chunks: Sequence[SpanInputs], pushed: PushedSteps | None) -> SpanOutputs:
+    async def _run_chunks(self, chunks: Sequence[SpanInputs]) -> SpanOutputs:
         loop = asyncio.get_running_loop()
         # What each span has put out, chunk by chunk.
         ways: list[list[asyncio.Future[Tensor]]] = [[loop.create_future() for _ in chunks] for _ in self._stages]
+        for stage in self._stages:
+            stage.telling = asyncio.create_task(tell(stage.told), name="tell of chunks")
         running = [
-            asyncio.create_task(self._run_stage(stage, chunks, before, after, pushed), name="chunks of a span")
+            asyncio.create_task(self._run_stage(stage, chunks, before, after), name="chunks of a span")
             for stage, before, after in zip(self._stages, [None, *ways], ways, strict=False)
         ]
-        telling = [
-            asyncio.create_task(self._tell(stage[0], chunks, pushed), name="tell of chunks")
-            for stage in (self._stages if pushed is not None else ())
-            if pushed is not None
-        ]
+        tasks = [*running, *(stage.telling for stage in self._stages if stage.telling is not None)]
         try:
             answers = await asyncio.gather(*running)
         finally:
-            for task in (*running, *telling):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, *telling, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         return chain_outputs(answers, collect_hidden=self._inputs.collect_hidden)
 
     async def _run_stage(
         self,
-        stage: list[SpanSession],
+        stage: _Stage,
         chunks: Sequence[SpanInputs],
         before: Sequence[asyncio.Future[Tensor]] | None,
         after: Sequence[asyncio.Future[Tensor]],
-        pushed: PushedSteps | None,
     ) -> SpanOutputs:
         """Runs the chunks on one span, each when the span before has put it out."""
         answers: list[SpanOutputs] = []
         cached = self._cached
         for index, chunk in enumerate(chunks):
             hidden = chunk.hidden if before is None else await before[index]
-            answers.append(await self._run_chunk(stage, replace(chunk, hidden=hidden), cached, pushed))
+            answers.append(await self._run_chunk(stage, index, replace(chunk, hidden=hidden), cached))
             after[index].set_result(answers[-1].hidden)
             cached += hidden.shape[1]
         check_same_routers(answers, "the chain")
         return join_outputs(answers, dim=1)
 
-    async def _run_chunk(
-        self, stage: list[SpanSession], chunk: SpanInputs, cached: int, pushed: PushedSteps | None
-    ) -> SpanOutputs:
+    async def _run_chunk(self, stage: _Stage, index: int, chunk: SpanInputs, cached: int) -> SpanOutputs:
         """Runs a chunk on one span, or on those that take its place."""
-        retries = self._retries
+        servers, retries, spans = self._servers, self._retries, stage.spans
         answers: list[SpanOutputs] = []
-        while (position := len(answers)) < len(stage):
-            current = stage[position]
+        while (position := len(answers)) < len(spans):
+            current = spans[position]
             if current.is_lost:
-                stage[position : position + 1] = await self._steps.moved(current, self._demand(current), retries)
+                spans[position : position + 1] = await moved(servers, current, self._demand(current), retries)
                 continue
             hidden = answers[-1].hidden if answers else chunk.hidden
             try:
-                answers.append(await self._advance(current, replace(chunk, hidden=hidden), pushed))
+                answers.append(await self._advance(stage, index, current, replace(chunk, hidden=hidden)))
                 retries.progressed()
-            except PostedInVainError:
-                continue  # by this client then, after a replay if the session was closed
+            except SentInVainError:
+                stage.give_up()  # by this client then, after a replay
             except SwarmError as exc:
-                if pushed is not None:
-                    pushed.give_up(current)
+                stage.give_up()
                 await current.close()
                 # Some parts of a long input may have gone through.
                 current.crop(cached)
                 retries.note(current.peer, exc)
                 if not current.is_lost:
                     # It was empty: a fresh plan for its blocks is enough.
-                    parts = await self._steps.plan(current.blocks, self._demand(current), current.history, retries)
-                    stage[position : position + 1] = parts
+                    parts = await planned(servers, current.blocks, self._demand(current), current.history, retries)
+                    spans[position : position + 1] = parts
         return chain_outputs(answers, collect_hidden=self._inputs.collect_hidden)
 
-    async def _advance(self, current: SpanSession, chunk: SpanInputs, pushed: PushedSteps | None) -> SpanOutputs:
+    async def _advance(self, stage: _Stage, index: int, current: SpanSession, chunk: SpanInputs) -> SpanOutputs:
         rows, tokens = self._inputs.hidden.shape[:2]
         if current.channel is None:
-            await self._steps.open(current, batch_size=rows)
+            await current.open(rows)
         if tokens > 1:
             current.check_room(rows, self._cached + tokens - current.history.length)
-        if pushed is not None:
-            started = time.perf_counter()
-            if (found := await pushed.collect(current, chunk.hidden)) is not None:
-                return await self._steps.finish(current, replace(chunk, blocks=current.blocks), *found, started)
-        return await self._steps.advance(current, chunk)
-
-    async def _tell(self, current: SpanSession, chunks: Sequence[SpanInputs], pushed: PushedSteps) -> None:
-        """Tells a server of chunks ahead of their inputs."""
-        cached = self._cached
-        for index, chunk in enumerate(chunks):
-            ahead = cached - current.history.length
-            part, receivers = replace(chunk, blocks=current.blocks), pushed.receivers(current)
-            named = self._steps.request(current, part, ahead=ahead, receivers=receivers)
-            if not await pushed.post(current, named, is_last=index == len(chunks) - 1):
-                return
-            cached += chunk.hidden.shape[1]
+        if not stage.calls:
+            return await current.advance(chunk)
+        call = stage.calls[index]
+        call.inputs, call.started = replace(chunk, blocks=current.blocks), time.perf_counter()
+        return await current.ask(call)
 
     def _demand(self, current: SpanSession) -> Demand:
         """Returns what those have to do that take the place of one span."""

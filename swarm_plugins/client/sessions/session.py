@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
-from swarm_plugins.client.retries import ChainRetries
+from swarm_plugins.client.calls.retries import ChainRetries
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.client.sessions.pipe import Pipe
-from swarm_plugins.client.sessions.span_session import SpanSession
-from swarm_plugins.client.sessions.span_steps import SpanSteps
+from swarm_plugins.client.sessions.replacing import faster, planned
+from swarm_plugins.client.sessions.span import SpanSession
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.discovery.view import Servers
+    from swarm_plugins.client.servers import Servers
 
 _CANCEL_S = 5.0
 """Longest wait for a cancelled step to end."""
@@ -37,7 +37,6 @@ class ClientSession:
         self.prefix = tuple(tensor.detach() for tensor in prefix)
         """Keys and values the cache starts with, K then V for each block."""
         self._spans: list[SpanSession] = []
-        self._steps = SpanSteps(servers)
         self._running: asyncio.Task[Any] | None = None
         self._is_closed = False
 
@@ -70,7 +69,7 @@ class ClientSession:
             rows, tokens = inputs.hidden.shape[:2]
             start = History(self.prefix)
             demand = Demand(tokens=rows * tokens, kv_tokens=rows * (start.length + tokens))
-            self._spans = await self._steps.plan(self.blocks, demand, start, retries)
+            self._spans = await planned(self.servers, self.blocks, demand, start, retries)
         cached = self._spans[0].history.length
         pipe = Pipe(self.servers, self._spans, inputs, cached, retries)
         try:
@@ -106,7 +105,7 @@ class ClientSession:
             view.refresh_in_background()
             return
         for current in due:
-            parts = await self._steps.faster(current, self._spans, rows)
+            parts = await faster(self.servers, current, self._spans, rows)
             if parts is not None:
                 position = self._spans.index(current)
                 self._spans[position : position + 1] = parts
@@ -116,13 +115,13 @@ class ClientSession:
         other = ClientSession(self.servers, blocks=self.blocks, prefix=self.prefix)
         try:
             for current in self._spans:
-                twin = SpanSession(current.peer, current.blocks, current.history.copy())
+                twin = SpanSession(self.servers, current.peer, current.blocks, current.history.copy())
                 other._spans.append(twin)
                 if current.channel is not None and current.history.length:
                     # If the copy fails, the twin replays its history at its first step.
                     try:
-                        await self._steps.open(twin, batch_size=current.history.batch_size, fork_of=current.name)
-                        await twin.confirm(self.servers.peers)  # before the source takes its next step
+                        await twin.open(current.history.batch_size, fork_of=current)
+                        await twin.confirm()  # before the source takes its next step
                         twin.unsent_ops = list(current.unsent_ops)
                     except SwarmError:
                         await twin.close()

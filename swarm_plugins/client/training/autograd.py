@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from swarm_plugins.block_io import SpanOutputs
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.training.micro_batches import BatchCall
+    from swarm_plugins.client.training.batch import BatchCall
     from swarm_plugins.transport.loop import LoopThread
 
 

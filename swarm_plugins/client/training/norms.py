@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.client.calls.retries import ChainRetries
 from swarm_plugins.client.digests import CallAdapters
-from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.errors import ProtocolError, SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import NormsRequest, NormsResponse
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.discovery.view import Servers
+    from swarm_plugins.client.servers import Servers
 
 
 async def weight_norms(servers: Servers, adapter: LoadedAdapter, blocks: range) -> dict[tuple[int, str], Tensor]:

@@ -31,7 +31,7 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
-from swarm_plugins.transport.pushed import plain_step
+from swarm_plugins.transport.pushed import plain
 
 
 async def session_handler(service: Service, channel: Channel) -> None:
@@ -179,11 +179,11 @@ class _Stream:
         """Returns a step as if its client had sent all of it."""
         if not request.pushed_bytes:
             session.inbox.skip()
-            return plain_step(request, request.hidden)
+            return plain(request, request.hidden)
         check = fitting(request.hidden, request.pushed_bytes)
         hidden = await session.inbox.take(check, timeout_s=limits.SESSION_LEASE_S)
         charge.claim(hidden.nbytes)
-        return plain_step(request, hidden)
+        return plain(request, hidden)
 
     async def _run(self, session: Session, request: SessionStep) -> tuple[SpanOutputs, bytes]:
         """Runs a step; also returns the session's history before it."""

@@ -42,7 +42,7 @@ from swarm_plugins.transport.messages import (
     PushSlot,
     PushTo,
 )
-from swarm_plugins.transport.pushed import plain_backward, plain_forward
+from swarm_plugins.transport.pushed import plain
 
 
 async def forward_handler(service: Service, channel: Channel) -> None:
@@ -51,7 +51,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
 
     async def answer(request: ForwardRequest, charge: Charge) -> Answer:
         timeout_s, push_to, is_pushed = limits.REQUEST_TIMEOUT_S, request.push_to, request.pushed is not None
-        request = plain_forward(request, await _input(service, peer, request.hidden, request.pushed, charge))
+        request = plain(request, await _input(service, peer, request.hidden, request.pushed, charge))
         with checked_inputs(service, peer, request, charge) as inputs:
             portions = cut_batch(inputs, service.spec, service.run_limits)
             outputs, ticket = await service.scheduler.train(
@@ -78,7 +78,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
     async def answer(request: BackwardRequest, charge: Charge) -> Answer:
         push_to, is_pushed = request.push_to, request.pushed is not None
         grad = await _input(service, peer, request.grad_hidden, request.pushed, charge)
-        request = plain_backward(request, grad)
+        request = plain(request, grad)
         _check_gradients(service, request)
         dtype = request.grad_hidden.dtype
         parts: Sequence[KeptForward | Portion] | None = None

@@ -14,10 +14,11 @@ from torch import nn
 
 from swarm_plugins import __version__
 from swarm_plugins.backbone.served import stack_of
+from swarm_plugins.book import judging
+from swarm_plugins.book.judging import Ban
 from swarm_plugins.client.discovery.missing import runs
 from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.errors import SwarmError, TransportError, one_line
-from swarm_plugins.routing.bans import Ban
 from swarm_plugins.survey import Joining, ModelStatus, ServerStatus, Surveyed, survey_node
 from swarm_plugins.transport.records import possible_round_trips
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
@@ -167,7 +168,7 @@ class SwarmSource:
 
     def _describe(self, one: ModelStatus) -> dict[str, Any]:
         views = [view for view in self._views if view.version.key == one.version]
-        bans = {peer: ban for view in views for peer, ban in view.bans.details().items()}
+        bans = {peer: ban for view in views for peer, ban in judging.bans(view.peers.book).items()}
         shares = [*((blocks, None) for blocks in runs(one.missing)), *one.missing_experts][:_MAX_GAPS]
         return {
             **one.as_dict(),
@@ -185,7 +186,7 @@ class SwarmSource:
 
     def _describe_server(self, server: ServerStatus, bans: Mapping[str, Ban]) -> dict[str, Any]:
         peers, ban = self._connection.peers, bans.get(server.peer)
-        seen_s = None if peers is None else peers.paces.round_trip_s(server.peer)
+        seen_s = None if peers is None else judging.round_trip_s(peers.book[server.peer])
         return {
             **server.as_dict(),
             "round_trip_s": server.round_trip_s if seen_s is None else seen_s,

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.book import judging
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.transport.messages import (
     BackwardRequest,
@@ -89,7 +91,7 @@ def test_a_lost_graph_is_computed_again_on_the_same_server_which_is_said_once(
             grad = await backward(chain)
             assert grad is not None
             assert grad.eq(2).all()
-        assert not view.bans.banned()
+        assert not view.banned()
 
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
     [said] = [one.getMessage() for one in caplog.records if "--activation-bytes" in one.getMessage()]
@@ -117,12 +119,12 @@ def test_a_refusal_says_nothing_of_a_servers_pace(run_in_swarm: Callable[..., An
         chain = call(peers, view)
         await chain.forward()
         tokens = 1000
-        assert peers.deadlines.timeout_s("a", "rpc_backward", tokens) == 10.0
+        assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens, peers.book.rules) == 10.0
         server.tickets.clear()
         server.is_forgetful = True
         with pytest.raises(MissingBlocksError):
             await backward(chain)
-        assert peers.deadlines.timeout_s("a", "rpc_backward", tokens) == 10.0
+        assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens, peers.book.rules) == 10.0
 
     server = Doubler()
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1, max_retries=1)

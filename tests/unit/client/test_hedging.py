@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.hedging import HedgeBudget, first_answer
+from swarm_plugins.client.calls.hedging import HedgeBudget, first_answer
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.channel import Channel, Handler

@@ -9,6 +9,7 @@ import torch
 import virtual_time
 from client_kit import VERSION, server_info
 
+from swarm_plugins.book.record import Expected
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import RequestTimeoutError
@@ -31,7 +32,7 @@ async def ask(num_tokens: int, *, sign_s: float) -> ForwardResponse:
 
     transport = LocalTransport({"a": dict.fromkeys(("rpc_info", "rpc_forward"), handle)})
     peers = Peers(transport, SwarmConfig())
-    peers.deadlines.announce("a", step_s=5.0, token_s=0.0)
+    peers.book.observe("a", Expected(step_s=5.0, token_s=0.0))
     request = ForwardRequest(version=VERSION.key, start=0, end=1, hidden=torch.zeros(1, num_tokens, 1024))
     try:
         return await peers.request("a", "rpc_forward", request, ForwardResponse)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import virtual_time
 
+from swarm_plugins.book.record import Failed
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
@@ -95,7 +96,7 @@ def test_server_whose_claims_cannot_be_true_is_left_out(claim: dict[str, Any]) -
     async def body() -> None:
         view = view_of(Swarm({"liar": msgspec.structs.replace(INFO, **claim), "honest": INFO}))
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
-        assert view.bans.banned() == ["liar"]
+        assert view.banned() == ["liar"]
 
     virtual_time.run(body(), timeout_s=60)
 
@@ -131,7 +132,7 @@ def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest
         infos = {f"liar{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(4)}
         view = view_of(Swarm({**infos, "honest": INFO}))
         for liar in infos:
-            view.bans.ban(liar)
+            view.peers.book.observe(liar, Failed(""))
         # Were the banned in the sample, one of five would be left out at random.
         for _ in range(20):
             await view.refresh(force=True)
@@ -147,7 +148,7 @@ def test_a_server_that_takes_crumbs_cuts_nobodys_batches() -> None:
         for _ in range(5):
             await view.refresh(force=True)
             assert [span.peer for span in await view.chain(range(4), Demand())] == ["roomy"]
-            assert view.max_batch_tokens(range(4)) == 4096
+            assert view.most_tokens(range(4)) == 4096
         # Its blocks are still used where nobody else has them.
         assert [span.peer for span in await view.chain(range(4), Demand(), without={"roomy"})] == ["crumbs"]
 
@@ -158,22 +159,7 @@ def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
     async def body() -> None:
         view = view_of(Swarm({"small": msgspec.structs.replace(INFO, max_batch_tokens=8)}))
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["small"]
-        assert view.max_batch_tokens(range(4)) == 8
-
-    virtual_time.run(body(), timeout_s=60)
-
-
-def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.discovery.known._MAX_INFOS", 2)
-
-    async def body() -> None:
-        swarm = Swarm({})
-        view = view_of(swarm)
-        for number in range(5):
-            swarm.infos = {f"server{number}": INFO}
-            await view.refresh(force=True)
-            await view.peers.close()  # its streams end with a server
-        assert list(view.known.infos) == ["server3", "server4"]
+        assert view.most_tokens(range(4)) == 8
 
     virtual_time.run(body(), timeout_s=60)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from stage_kit import Stage, backward, batch, rows_of, run, three
 
-from swarm_plugins.client.discovery.view import Servers
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import ForwardRequest
 

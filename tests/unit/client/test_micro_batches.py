@@ -16,10 +16,10 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs, SpanOutputs
+from swarm_plugins.book.backlog import MOST_AT_ONCE
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.discovery.view import Servers
-from swarm_plugins.client.queues import MOST_AT_ONCE
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.errors import ConfigError, MissingBlocksError, RemoteError, UnsupportedError
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import (
@@ -63,8 +63,9 @@ def test_a_server_lost_in_the_middle_is_one_failure_of_each_pass(
         call = BatchCall(servers, batch(), keep=True)
         assert torch.equal((await call.forward()).hidden, 8 * call.inputs.hidden)
         assert torch.equal(await backward(call), 8 * call.inputs.hidden)
-        assert [*servers.view.bans._failures] == ["b"]
-        return servers.view.bans._failures["b"].strikes
+        records = servers.peers.book.records()
+        assert [peer for peer, record in records.items() if record.num_strikes] == ["b"]
+        return records["b"].num_strikes
 
     assert run(stages, use, micro_batches=8, max_retries=1) == failures
     assert stages["spare"].count(BackwardRequest) > 0
@@ -110,7 +111,7 @@ def test_an_evicted_graph_is_computed_again_where_it_was() -> None:
         for ticket in list(stages["b"].tickets)[:3]:
             del stages["b"].tickets[ticket]
         assert torch.equal(await backward(call), 8 * call.inputs.hidden)
-        return len(servers.view.bans.banned())
+        return len(servers.view.banned())
 
     assert run(stages, use, micro_batches=8) == 0
     sent = [message for message in stages["b"].seen if isinstance(message, BackwardRequest)]
@@ -181,7 +182,7 @@ def test_adapters_changed_between_chunks_are_refused(when: str) -> None:
         call = BatchCall(servers, with_adapter(batch(), weight), keep=True)
         with pytest.raises(UnsupportedError, match=r"an adapter was changed while .* was under way: change .* between"):
             await call.forward()
-        return len(servers.view.bans.banned())
+        return len(servers.view.banned())
 
     assert run(stages, use, micro_batches=2) == 0
 
@@ -198,7 +199,7 @@ def test_a_server_without_places_for_all_chunks_gets_them_one_after_another() ->
     async def use(servers: Servers, _: LocalTransport) -> float:
         call = BatchCall(servers, batch(), keep=True)
         assert torch.equal((await call.forward()).hidden, 8 * call.inputs.hidden)
-        return len(servers.view.bans.banned())
+        return len(servers.view.banned())
 
     assert run(stages, use, micro_batches=8, min_batch_tokens=1) == 0
     # It takes 6 tokens in one request, so not more in several.

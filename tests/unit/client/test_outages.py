@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import virtual_time
 from client_kit import VERSION, server_info
 
 from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.book import judging
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.errors import MissingBlocksError, RequestTimeoutError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny
@@ -88,7 +91,7 @@ def run(spans: dict[str, tuple[int, int]], use: Callable[[Swarm, Servers], Await
         num_blocks = max(end for _, end in spans.values())
         swarm = Swarm({peer: Machine(*span, num_blocks) for peer, span in spans.items()})
         peers = Peers(swarm, SwarmConfig(**settings))
-        peers.deadlines.slack_s = 0.3
+        peers.book.rules = replace(peers.book.rules, slack_s=0.3)
         view = SwarmView(swarm, peers, peers.config, version=VERSION, num_blocks=num_blocks)
         try:
             await use(swarm, Servers(peers, view))
@@ -140,11 +143,11 @@ def test_the_only_holder_of_a_block_is_asked_again_soon_though_it_has_failed_oft
         await forward(servers)
         for _ in range(9):
             servers.view.ban("a", TransportError("gone"))
-        assert servers.view.bans.is_banned("a")
+        assert judging.is_banned(servers.view.peers.book, "a")
         started = time.monotonic()
         await forward(servers)
         assert time.monotonic() - started < 5
-        assert not servers.view.bans.is_banned("a")
+        assert not judging.is_banned(servers.view.peers.book, "a")
         # While there are others, a banned one is asked but not used.
         await servers.view.refresh(force=True)
         servers.view.ban("b", TransportError("gone"))
@@ -169,7 +172,7 @@ def test_a_banned_server_is_asked_though_others_look_better_as_these_may_hang() 
 
 
 def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.retries._PATIENCE_S", 1.0)
+    monkeypatch.setattr("swarm_plugins.client.calls.retries._PATIENCE_S", 1.0)
 
     async def use(swarm: Swarm, servers: Servers) -> None:
         await forward(servers)
@@ -177,7 +180,7 @@ def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatc
         other = "b" if first.peer == "a" else "a"
         # Its answer is lost, and until that is noticed, it is well again and the other one has stopped.
         swarm.freeze(first.peer)
-        servers.peers.deadlines.slack_s = 1.5
+        servers.peers.book.rules = replace(servers.peers.book.rules, slack_s=1.5)
 
         def change() -> None:
             swarm.freeze(other)
@@ -203,7 +206,7 @@ def test_the_only_holder_that_always_fails_ends_in_missing_blocks() -> None:
 def test_the_only_holder_that_hangs_in_its_work_is_not_waited_for_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("swarm_plugins.client.retries._PATIENCE_S", 0.1)
+    monkeypatch.setattr("swarm_plugins.client.calls.retries._PATIENCE_S", 0.1)
 
     async def use(swarm: Swarm, servers: Servers) -> None:
         # It does not notice that it hangs.
@@ -223,7 +226,7 @@ def test_the_only_holder_that_hangs_in_its_work_is_not_waited_for_again_and_agai
 def test_a_late_server_that_is_frozen_is_given_up_however_long_its_work_may_take() -> None:
     async def use(swarm: Swarm, servers: Servers) -> None:
         await forward(servers)
-        servers.peers.deadlines.slack_s = 60.0
+        servers.peers.book.rules = replace(servers.peers.book.rules, slack_s=60.0)
         started = time.monotonic()
         asyncio.get_running_loop().call_later(0.1, swarm.freeze, "a")
         swarm.machines["a"].is_stuck = True
@@ -292,11 +295,11 @@ def test_a_directory_that_has_lost_some_servers_hides_none_that_answers() -> Non
         swarm.named = {"a"}
         for _ in range(2):
             await servers.view.refresh(force=True)
-        assert set(servers.view.known.entries) == {"a", "b"}
+        assert set(servers.view.entries) == {"a", "b"}
         await swarm.kill("b")
         for _ in range(2):
             await servers.view.refresh(force=True)
-        assert set(servers.view.known.entries) == {"a"}
+        assert set(servers.view.entries) == {"a"}
 
     run({"a": (0, 2), "b": (2, 4)}, use)
 
@@ -309,11 +312,11 @@ def test_a_late_answer_of_the_directory_counts_when_it_comes(monkeypatch: pytest
         await servers.view.refresh(force=False)
         swarm.named, swarm.late_s = {"a", "b"}, 0.1
         await servers.view.refresh(force=True)
-        assert set(servers.view.known.entries) == {"a"}
+        assert set(servers.view.entries) == {"a"}
         while not servers.view.is_stale:
             await asyncio.sleep(0.01)
         await servers.view.refresh(force=False)
-        assert set(servers.view.known.entries) == {"a", "b"}
+        assert set(servers.view.entries) == {"a", "b"}
 
     run({"a": (0, 2), "b": (2, 4)}, use)
 
@@ -370,13 +373,13 @@ def test_a_banned_server_is_asked_when_the_one_preferred_to_it_has_gone(tmp_path
         swarm.kill("peer1")
         # As found when a call begins: one has just been banned, and nobody has missed the other one yet.
         blocks.view.ban("peer0", TransportError("gone"))
-        blocks.view.known.entries = {}
+        blocks.view.entries = {}
         blocks.view.doubt()
         assert torch.equal(blocks.forward(inputs).hidden, want)
 
 
 def test_blocks_that_another_server_is_loading_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.retries._PATIENCE_S", 0.1)
+    monkeypatch.setattr("swarm_plugins.client.calls.retries._PATIENCE_S", 0.1)
 
     async def use(swarm: Swarm, servers: Servers) -> None:
         await forward(servers)

@@ -7,8 +7,7 @@ import logging
 import pytest
 import torch
 
-from swarm_plugins.client.discovery.known import KnownServers
-from swarm_plugins.client.paces import Paces
+from swarm_plugins.book.record import Answered, PeerBook, Said
 from swarm_plugins.client.packing import Codecs
 from swarm_plugins.transport.messages import CODECS
 from tests.unit.client.client_kit import server_info
@@ -19,11 +18,11 @@ FAR_S, NEAR_S = 0.02, 0.0005
 
 def codecs_for(wanted: str, **round_trips_s: float) -> Codecs:
     """Returns the choice with servers at these distances; those whose names begin with ``old`` announce no codecs."""
-    known, paces = KnownServers(), Paces()
+    book = PeerBook()
     for peer, seconds in round_trips_s.items():
-        known.answered(peer, server_info(0, 1, 1, codecs=() if peer.startswith("old") else CODECS))
-        paces.observe(peer, "rpc_info", blocks=0, tokens=1, seconds=seconds)
-    return Codecs(wanted, known, paces)  # type: ignore[arg-type]
+        book.observe(peer, Said(server_info(0, 1, 1, codecs=() if peer.startswith("old") else CODECS)))
+        book.observe(peer, Answered("rpc_info", 1, seconds))
+    return Codecs(wanted, book)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -52,13 +51,13 @@ def test_a_server_that_has_not_said_anything_gets_everything_unpacked() -> None:
 
 
 def test_a_forward_and_its_backward_travel_alike_although_the_distance_changes() -> None:
-    known, paces = KnownServers(), Paces()
-    known.answered("a", server_info(0, 1, 1, codecs=CODECS))
-    paces.observe("a", "rpc_info", blocks=0, tokens=1, seconds=FAR_S)
-    codecs = Codecs("auto", known, paces)
+    book = PeerBook()
+    book.observe("a", Said(server_info(0, 1, 1, codecs=CODECS)))
+    book.observe("a", Answered("rpc_info", 1, FAR_S))
+    codecs = Codecs("auto", book)
     assert codecs.between(LARGE, "a") == "rotated8"
     for _ in range(5):
-        paces.observe("a", "rpc_info", blocks=0, tokens=1, seconds=NEAR_S)
+        book.observe("a", Answered("rpc_info", 1, NEAR_S))
     assert codecs.between(LARGE, "a") == "rotated8"
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.book.record import Forgiven
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.sessions.session import ClientSession
-from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.errors import RefusedError
 from swarm_plugins.transport.messages import (
     BackwardRequest,
@@ -62,7 +64,7 @@ def call(peers: Peers, view: SwarmView) -> BatchCall:
 async def with_liar_first(view: SwarmView, run: Callable[[], Any]) -> Any:
     """Runs with a plan that has the liar in it, and the honest server to fall back on."""
     await view.refresh(force=False)
-    view.known.entries["liar"] = replace(view.known.entries["liar"], round_trip_s=0.0)
+    view.entries["liar"] = replace(view.entries["liar"], round_trip_s=0.0)
     return await run()
 
 
@@ -73,7 +75,7 @@ def test_a_forward_that_another_server_carries_out_counts_against_the_liar(
     async def use(peers: Peers, view: SwarmView) -> None:
         outputs = await with_liar_first(view, lambda: call(peers, view).forward())
         assert outputs.hidden.eq(3).all()
-        assert view.bans.banned() == ["liar"]
+        assert view.banned() == ["liar"]
 
     liar, honest = Server((ForwardRequest,), kind), Server()
     run_in_swarm({"liar": ((0, 2), liar), "honest": ((0, 2), honest)}, use, num_blocks=2)
@@ -99,7 +101,7 @@ def test_a_backward_that_another_server_carries_out_counts_against_the_liar(run_
         found = (await chain.backward(grads, needs_hidden=True, needs=()))[0]
         assert found is not None
         assert found.eq(5).all()
-        assert view.bans.banned() == ["liar"]
+        assert view.banned() == ["liar"]
 
     servers = {"liar": ((0, 1), Server((BackwardRequest,))), "honest": ((0, 1), Server())}
     run_in_swarm(servers, use, num_blocks=1)
@@ -114,7 +116,7 @@ def test_a_session_that_another_server_carries_on_counts_against_the_liar(run_in
         liar.refuses = (SessionStep,)
         outputs = await session.step(INPUTS)
         assert outputs.hidden.eq(2).all()
-        assert view.bans.banned() == ["liar"]
+        assert view.banned() == ["liar"]
         await session.close()
 
     run_in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), Server())}, use, num_blocks=1)
@@ -127,7 +129,7 @@ def test_a_refusal_is_believed_when_all_servers_agree(run_in_swarm: Callable[...
     async def use(peers: Peers, view: SwarmView) -> None:
         with pytest.raises(RefusedError, match="that is wrong"):
             await call(peers, view).forward()
-        assert view.bans.banned() == []
+        assert view.banned() == []
 
     run_in_swarm({name: ((0, 1), server) for name, server in servers.items()}, use, num_blocks=1)
     assert [server.num_asked for server in servers.values()] == [1] * 6
@@ -143,10 +145,10 @@ def test_no_number_of_strangers_ends_a_call_that_another_server_carries_out(
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
         for peer in liars:
-            view.known.entries[peer] = replace(view.known.entries[peer], round_trip_s=0.0)
+            view.entries[peer] = replace(view.entries[peer], round_trip_s=0.0)
         assert (await call(peers, view).forward()).hidden.eq(2).all()
         for peer in liars:
-            view.bans.forgive(peer)
+            view.peers.book.observe(peer, Forgiven())
         await view.refresh(force=True)
         session = ClientSession(Servers(peers, view), blocks=range(1))
         assert (await session.step(INPUTS)).hidden.eq(2).all()

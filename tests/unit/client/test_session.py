@@ -14,11 +14,14 @@ import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
-from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.book import judging
+from swarm_plugins.book.record import Failed, Forgiven
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.sessions.pipe import Pipe
 from swarm_plugins.client.sessions.session import ClientSession
-from swarm_plugins.client.sessions.span_session import SpanSession
+from swarm_plugins.client.sessions.span import SpanSession
 from swarm_plugins.errors import CapacityError, MissingBlocksError
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
@@ -60,14 +63,14 @@ def test_only_the_server_that_fails_in_a_replay_is_left_out(run_in_swarm: Callab
 
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
-        view.bans.ban("b")
+        view.peers.book.observe("b", Failed(""))
         session = ClientSession(Servers(peers, view), blocks=range(2))
         await session.step(new_tokens(3))
-        view.bans.forgive("b")
+        view.peers.book.observe("b", Forgiven())
         servers["a"].is_broken = servers[faulty].is_broken = True
         with pytest.raises(MissingBlocksError):
             await session.step(new_tokens())
-        assert sorted(view.bans.banned()) == ["a", faulty]
+        assert sorted(view.banned()) == ["a", faulty]
         await session.close()
 
     spans = {"a": (0, 2), "b": (0, 1), "c": (1, 2)}
@@ -176,15 +179,15 @@ def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Calla
 
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
-        for peer, info in view.known.infos.items():
-            view.known.infos[peer] = msgspec.structs.replace(info, max_batch_tokens=300)
-        view.bans.ban("honest")
+        for peer, info in view.infos.items():
+            view.peers.book.kept(peer).info = msgspec.structs.replace(info, max_batch_tokens=300)
+        view.peers.book.observe("honest", Failed(""))
         session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens())
-        view.bans.forgive("honest")
+        view.peers.book.observe("honest", Forgiven())
         outputs = await session.step(replace(new_tokens(600), collect_router=True))
         assert outputs.router_logits[0].shape == (600, 4)
-        assert view.bans.banned() == ["liar"]
+        assert view.banned() == ["liar"]
         await session.close()
 
     run_in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), honest)}, use, num_blocks=1)
@@ -221,7 +224,7 @@ def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(
         session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens(6))
         rpc = "open session" if message is SessionOpen else "rpc_adapter"
-        assert peers.deadlines.timeout_s("a", rpc, 1) < peers.deadlines.longest_s
+        assert judging.timeout_s(peers.book["a"], rpc, 1, peers.book.rules) < peers.book.rules.longest_s
         await session.close()
 
     def answer(message: Message) -> Message:

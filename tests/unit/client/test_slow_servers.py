@@ -11,8 +11,9 @@ from client_kit import VERSION, server_info
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler

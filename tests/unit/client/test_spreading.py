@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
+from client_kit import server_info
 
-from swarm_plugins.client.paces import Paces
+from swarm_plugins.book import judging
+from swarm_plugins.book.record import PeerBook, Said
 from swarm_plugins.routing import Demand, ServerEntry, plan
 
 NUM_CLIENTS = 30
@@ -32,7 +34,10 @@ def servers(**slower: float) -> list[ServerEntry]:
 
 
 def chosen(client: int, entries: list[ServerEntry], loads: Mapping[str, float]) -> list[str]:
-    chain = plan(Paces().corrected(entries, loads), range(12), Demand(kv_tokens=100), seed=client)
+    book = PeerBook()
+    for peer, load in loads.items():
+        book.observe(peer, Said(server_info(0, 1, 1, load=load)))
+    chain = plan(judging.believed(book, entries), range(12), Demand(kv_tokens=100), seed=client)
     assert chain is not None
     return [span.peer for span in chain]
 

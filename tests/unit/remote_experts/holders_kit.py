@@ -163,8 +163,8 @@ def prefer(model: PreTrainedModel, connection: SwarmConnection, peer: str, *, by
     """Makes a holder the nearest of all; one that a busy machine holds up for longer than ``by_s`` is not preferred."""
     view = view_of(model)
     connection.loop.run(view.refresh(force=True))
-    for one, entry in view.known.entries.items():
-        view.known.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else by_s)
+    for one, entry in view.entries.items():
+        view.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else by_s)
 
 
 def outcome(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,12 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.widths import NF4
-from swarm_plugins.remote_experts.checks import HolderChecks
+from swarm_plugins.remote_experts.checks import HolderGuard
 from swarm_plugins.remote_experts.held import load_held_experts
+from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
+from swarm_plugins.verification.checker import Checker
 from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.versions import ModelVersion
 
@@ -42,10 +44,15 @@ def load(holders: Holders) -> PreTrainedModel:
     return load_remote_experts(holders.directory, connection=holders.connection)
 
 
-def checks_of(model: PreTrainedModel) -> HolderChecks:
-    checks = view_of(model).observer
-    assert isinstance(checks, HolderChecks)
-    return checks
+def guard_of(model: PreTrainedModel) -> HolderGuard:
+    module = next(one for one in model.modules() if isinstance(one, RemoteExpertsModule))
+    guard = module._remote.holders.guard
+    assert guard is not None
+    return guard
+
+
+def checks_of(model: PreTrainedModel) -> Checker:
+    return guard_of(model).checker
 
 
 def finish_checks(model: PreTrainedModel) -> None:
@@ -102,9 +109,9 @@ def test_a_liar_that_was_honest_at_first_is_caught_in_the_background(mixtral: Pa
         for _ in range(4):
             prefer(model, holders.connection, "a", by_s=5.0)
             outcome(model)
-        assert checks_of(model).num_checked >= 8
+        assert checks_of(model).checked.total() >= 8
         assert not user_quarantine().peers()
-        is_lying, checks_of(model).rates.chance = True, lambda: 0.0
+        is_lying, checks_of(model).chance = True, lambda: 0.0
         prefer(model, holders.connection, "a", by_s=5.0)
         model(TOKENS)
         finish_checks(model)
@@ -125,11 +132,11 @@ def test_honest_holders_pass(mixtral: Path, held: dict[str, Held], codec: str) -
     config = SwarmConfig(verify="on", codec=codec, request_timeout_s=60.0)  # type: ignore[arg-type]
     with serving(mixtral, held, config=config) as holders:
         model = load(holders)
-        checks_of(model).rates.chance = lambda: 0.0
+        checks_of(model).chance = lambda: 0.0
         for _ in range(3):
             outcome(model)
         finish_checks(model)
-        assert checks_of(model).num_checked >= 8
+        assert checks_of(model).checked.total() >= 8
     assert not user_quarantine().peers()
 
 
@@ -138,7 +145,7 @@ def test_a_holder_that_came_back_in_another_type_is_not_accused(mixtral: Path) -
         model = load(holders)
         prefer(model, holders.connection, "a", by_s=5.0)
         corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows.bfloat16().float())
-        known = view_of(model).known.infos["a"]
+        known = view_of(model).said("a")
 
         async def says(channel: Channel) -> None:
             while await channel.receive(timeout_s=60.0) is not None:
@@ -177,8 +184,7 @@ def test_a_model_on_the_hub_is_opened_at_the_commit_that_holders_have(
 
     with serving(mixtral, REPLICAS, config=CHECKED) as holders:
         model = load(holders)
-        checks = checks_of(model)
-        monkeypatch.setattr(checks, "_version", ModelVersion("a/b", "0" * 40))
+        monkeypatch.setattr(guard_of(model), "_version", ModelVersion("a/b", "0" * 40))
         monkeypatch.setattr(Checkpoint, "open", found)
         outcome(model)
     assert set(asked) == {"0" * 40}

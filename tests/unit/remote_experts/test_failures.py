@@ -17,6 +17,7 @@ from holders_kit import TOKENS, Held, outcome, prefer, serving, view_of
 from torch import Tensor
 
 from swarm_plugins import load_remote_experts
+from swarm_plugins.book.record import Forgiven, Lagged
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import MissingExpertsError, RemoteError
 from swarm_plugins.transport.messages import AdapterStored, ExpertsRequest, ExpertsResponse, Failure, Message
@@ -71,11 +72,11 @@ def test_a_replica_does_what_a_lying_holder_should_have_done(lie: str, held: dic
         holders.answer_instead("a", LIES[lie])
         remote = load_remote_experts(mixtral, connection=holders.connection)
         prefer(remote, holders.connection, "a")
-        view_of(remote).bans.base_s = BAN_S
+        view_of(remote).peers.book.rules = replace(view_of(remote).peers.book.rules, first_ban_s=BAN_S)
         holders.asked.clear()
         found = outcome(remote)
         assert [peer for peer, _ in holders.asked].count("a") == 1
-        assert view_of(remote).bans.banned() == ["a"]
+        assert view_of(remote).banned() == ["a"]
     assert same(found, expected)
 
 
@@ -91,7 +92,7 @@ def test_a_replica_overtakes_a_holder_that_does_not_answer(held: dict[str, Held]
         holders.asked.clear()
         found = outcome(remote)
         assert [peer for peer, _ in holders.asked].count("a") == 1
-        assert not view_of(remote).bans.banned()
+        assert not view_of(remote).banned()
     assert same(found, expected)
 
 
@@ -110,14 +111,15 @@ def test_a_holder_that_claims_to_be_fast_is_judged_by_its_answers(mixtral: Path)
         remote = load_remote_experts(mixtral, connection=holders.connection)
         view = view_of(remote)
         prefer(remote, holders.connection, "a")
-        view.known.entries["a"] = replace(view.known.entries["a"], throughput=1e300)
+        view.entries["a"] = replace(view.entries["a"], throughput=1e300)
         (share,) = holders.connection.loop.run(view.shares(0, {0: 4}, without=(), failure=None))
         assert share.holder.peer == "a"
-        view.observe(share.holder, 4, 0.2)
+        book = view.peers.book
+        book.observe("a", Lagged(0.2))
         (other,) = holders.connection.loop.run(view.shares(0, {0: 4}, without=(), failure=None))
         assert other.holder.peer == "b"
-        for _ in range(6):
-            holders.connection.loop.run(view.refresh(force=True))
+        # An hour later; it has not been asked meanwhile.
+        book.kept("a").lagged_at -= 3600.0
         prefer(remote, holders.connection, "a")
         (again,) = holders.connection.loop.run(view.shares(0, {0: 4}, without=(), failure=None))
         assert again.holder.peer == "a"
@@ -145,10 +147,10 @@ def test_a_refusal_is_believed_only_when_two_agree(mixtral: Path) -> None:
         expected = outcome(remote)
         holders.answer_instead("a", refuse)
         prefer(remote, holders.connection, "a")
-        view_of(remote).bans.base_s = BAN_S
+        view_of(remote).peers.book.rules = replace(view_of(remote).peers.book.rules, first_ban_s=BAN_S)
         assert same(outcome(remote), expected)
-        assert view_of(remote).bans.banned() == ["a"]
-        view_of(remote).bans.forgive("a")
+        assert view_of(remote).banned() == ["a"]
+        view_of(remote).peers.book.observe("a", Forgiven())
         holders.answer_instead("b", refuse)
         with pytest.raises(RemoteError, match=r"the experts of block 0 failed: server . answered bad_request: not to"):
             outcome(remote)
@@ -209,7 +211,7 @@ def test_a_holder_that_wants_crumbs_gets_few_at_a_time_and_only_if_there_is_no_o
                 num_open -= 1
 
         prefer(remote, holders.connection, "a")
-        view.known.infos["a"] = msgspec.structs.replace(view.known.infos["a"], max_batch_tokens=1)
+        view.peers.book.kept("a").info = msgspec.structs.replace(view.said("a"), max_batch_tokens=1)
         holders.asked.clear()
         assert torch.equal(remote(TOKENS).logits, expected)
         assert {peer for peer, _ in holders.asked} == {"b"}
@@ -226,7 +228,7 @@ def test_announced_experts_are_checked_before_they_cost_time(mixtral: Path) -> N
         remote = load_remote_experts(mixtral, connection=holders.connection)
         remote(TOKENS)
         view = view_of(remote)
-        honest = view.known.infos["a"]
+        honest = view.said("a")
         assert not view.is_of_use(msgspec.structs.replace(honest, experts=(0, 65_536)))
         # A crowd at one block crowds out nobody: blocks, experts and slices are all in the sample.
         crowd = {f"c{index}": msgspec.structs.replace(honest, start=0, end=1) for index in range(500)}
@@ -260,9 +262,9 @@ def test_only_holders_that_load_missing_experts_are_waited_for(mixtral: Path) ->
         remote = load_remote_experts(mixtral, connection=holders.connection)
         remote(TOKENS)
         view = view_of(remote)
-        honest = view.known.infos["a"]
+        honest = view.said("a")
         # As found: a server of blocks that has just started.
-        view.known.entries = {}
+        view.entries = {}
         view.lookup.announced = {"b": msgspec.structs.replace(honest, experts=None, state="joining")}
         assert not view.is_help_coming
         view.lookup.announced["c"] = msgspec.structs.replace(honest, state="joining")

@@ -65,12 +65,12 @@ def test_a_session_goes_on_and_a_new_one_goes_elsewhere(directory: Path) -> None
         [busy] = [peer for peer, service in swarm.services.items() if len(service.sessions)]
         [other] = [peer for peer in swarm.services if peer != busy]
         swarm.services[busy].draining.leave()
-        blocks.view.known.entries = {busy: blocks.view.known.entries[busy]}  # a view from before
+        blocks.view.entries = {busy: blocks.view.entries[busy]}  # a view from before
 
         new = blocks.open_session(range(4))
         assert torch.equal(blocks.step(new, inputs, ()).hidden, first)
         assert len(swarm.services[other].sessions) == 1
-        assert blocks.view.bans.banned() == []
+        assert blocks.view.banned() == []
         blocks.step(old, inputs, ())
         twin = blocks.fork(old)
         blocks.step(twin, inputs, ())

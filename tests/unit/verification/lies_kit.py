@@ -16,7 +16,6 @@ from swarm_plugins.blocks import Span
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.testing import InProcessSwarm, Liar
 from swarm_plugins.verification import Verifier
-from swarm_plugins.verification.rates import CheckRates
 
 IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 HONEST = SwarmConfig(verify="off")
@@ -74,7 +73,7 @@ class OtherMachine(Liar):
 def verifier_of(model: nn.Module) -> Verifier:
     """Returns the verifier of a model on a swarm."""
     stack = next(module.swarm_stack for module in model.modules() if hasattr(module, "swarm_stack"))
-    verifier = stack.remote.view.observer
+    verifier = stack.remote.servers.guard
     assert isinstance(verifier, Verifier)
     return verifier
 
@@ -82,13 +81,13 @@ def verifier_of(model: nn.Module) -> Verifier:
 def all_checked(swarm: InProcessSwarm) -> PreTrainedModel:
     """Returns the model of a swarm, every answer of which is checked."""
     model = AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
-    verifier_of(model).rates = CheckRates(chance=lambda: 0.0)
+    verifier_of(model).checker.chance = lambda: 0.0
     return model
 
 
 def finish_checks(model: nn.Module) -> None:
     """Waits for the checks in the background."""
     verifier, deadline = verifier_of(model), time.monotonic() + 60
-    while verifier.is_busy:
+    while verifier.checker.is_busy:
         assert time.monotonic() < deadline
         time.sleep(0.01)

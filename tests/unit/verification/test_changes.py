@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from lies_kit import IDS, all_checked, finish_checks, train, verifier_of
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
+from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.discovery.view import Servers
-from swarm_plugins.client.training import asking
+from swarm_plugins.client.calls.hedging import Hedged
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny
@@ -72,23 +73,23 @@ def test_a_server_that_comes_back_in_another_type(llama: Path, config: SwarmConf
 
 
 def test_a_backward_that_a_replica_has_answered(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = asking._race
+    ask = Hedged.ask
 
-    async def late(servers: Servers, peer: str, rpc: str, inputs: Any, without: Any, ask: Any) -> Any:
-        if rpc != "rpc_backward":
-            return await race(servers, peer, rpc, inputs, without, ask)
-        other = servers.view.replica(inputs.blocks, Demand(tokens=inputs.num_tokens), without={peer, *without})
+    async def late(self: Hedged, call: Any, peer: str) -> Any:
+        if call.rpc != "rpc_backward":
+            return await ask(self, call, peer)
+        other = self._view.replica(call.blocks, Demand(tokens=call.tokens), without={peer, *call.excluded})
         assert other is not None
-        return await ask(other)
+        return await self._inner.ask(call, other)
 
-    monkeypatch.setattr(asking, "_race", late)
+    monkeypatch.setattr(Hedged, "ask", late)
     with InProcessSwarm(llama, spans=[(0, 4), (0, 4)], config=WHOLE) as swarm:
         model = get_peft_model(all_checked(swarm), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
         for _ in range(2):
             model(input_ids=IDS, labels=IDS).loss.backward()
         finish_checks(model)
-        assert set(verifier_of(model).checked) == set(swarm.peers)
-        assert not verifier_of(model)._examiner._servers.view.bans.banned()
+        assert set(verifier_of(model).checker.checked) == set(swarm.peers)
+        assert not judging.bans(swarm.connection.peers.book)
 
 
 @pytest.mark.parametrize("message", ["no room", "CUDA out of memory"])
@@ -155,7 +156,8 @@ def test_a_check_that_broke_off_between_two_blocks(llama: Path, monkeypatch: pyt
     monkeypatch.setattr(LocalBlocks, "_extend", broken)
     with InProcessSwarm(llama, spans=[(0, 4)], config=WHOLE) as swarm:
         model = all_checked(swarm)
-        monkeypatch.setattr("swarm_plugins.verification.verifier._UNCHECKED_S", 0.0)
+        book = swarm.connection.peers.book
+        book.rules = dataclasses.replace(book.rules, uncheckable_s=0.0)
         generate(model)
     assert len(calls) == 2
 
@@ -172,4 +174,4 @@ def test_rows_that_change_their_adapter_during_a_session(llama: Path) -> None:
             for names in (["two", "one"], ["two", "two"], ["one", "__base__"]):
                 model(input_ids=IDS[:, :1], past_key_values=cache, adapter_names=names)
         finish_checks(base)
-        assert verifier_of(base).checked
+        assert verifier_of(base).checker.checked

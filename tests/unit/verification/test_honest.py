@@ -54,7 +54,7 @@ def test_no_honest_server_is_caught(
             model(input_ids=IDS, attention_mask=MASK, output_hidden_states=True, use_cache=False)
         model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
         finish_checks(model)
-        assert set(verifier_of(model).checked) == set(swarm.peers)
+        assert set(verifier_of(model).checker.checked) == set(swarm.peers)
     assert not Quarantine(cache / "quarantine.json").peers()
     assert "failed (failure" not in caplog.text
 
@@ -76,7 +76,7 @@ def test_errors_of_a_whole_span_accuse_nobody_where_single_blocks_are_opened(
         model = get_peft_model(base, copy.copy(LORA)).train()
         model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
         finish_checks(model)
-        assert sum(verifier_of(model).checked.values()) >= 4
+        assert sum(verifier_of(model).checker.checked.values()) >= 4
     assert not Quarantine(cache / "quarantine.json").peers()
 
 

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 from lies_kit import CHECKED, HONEST, train, with_liar
 
-from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.discovery.view import Servers, SwarmView
-from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.testing import InProcessSwarm, Liar, LocalTransport
+from swarm_plugins.testing import InProcessSwarm, Liar
 from swarm_plugins.testing.liars import LIES, Lie
-from swarm_plugins.verification import Quarantine, Verifier, make_observer
-from swarm_plugins.versions import ModelVersion
+from swarm_plugins.verification import Quarantine
 
 
 @functools.cache
@@ -77,11 +73,7 @@ def test_a_caught_server_stays_excluded_for_later_clients(llama: Path, cache: Pa
 )
 def test_strangers_are_checked(addresses: list[str], settings: dict[str, Any], is_verified: bool) -> None:
     config = SwarmConfig(**settings)
-    version = ModelVersion("tiny", "a" * 40)
-    network = LocalTransport({})
-    view = SwarmView(network, Peers(network, config), config, version=version, num_blocks=4, initial_peers=addresses)
-    observer = make_observer(Servers(view.peers, view), lambda: Checkpoint.open("nowhere"))
-    assert isinstance(observer, Verifier) == is_verified
+    assert config.wants_checks(addresses) == is_verified
 
 
 def test_unknown_verify_is_refused() -> None:

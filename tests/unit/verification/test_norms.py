@@ -11,7 +11,6 @@ from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.testing import Liar
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.norms import NormRanges, norm_ratio
-from swarm_plugins.verification.rates import CheckRates
 
 
 def test_ranges_are_learnt_before_anything_is_odd() -> None:
@@ -35,7 +34,7 @@ def test_a_sleeper_with_an_odd_answer_is_checked_before_it_is_used(llama: Path, 
     liar = Liar("scaled", factor=3.0, honest_calls=12)
     with with_liar(llama, liar, config=CHECKED) as swarm:
         model = AutoSwarmModelForCausalLM.from_pretrained(llama, connection=swarm.connection)
-        verifier_of(model).rates = CheckRates(chance=lambda: 0.999)  # nothing is checked after the first calls
+        verifier_of(model).checker.chance = lambda: 0.999  # nothing is checked after the first calls
         with torch.no_grad():
             outputs = [model(input_ids=IDS, use_cache=False).logits for _ in range(14)]
         assert all(one.equal(outputs[0]) for one in outputs)

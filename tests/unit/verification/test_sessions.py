@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.cli import app
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.observer import StepCall
 from swarm_plugins.server.rpc import session
 from swarm_plugins.testing import InProcessSwarm, Liar
 from swarm_plugins.verification import Quarantine, Verifier, verifier
@@ -120,15 +119,15 @@ def test_a_server_that_stops_naming_the_history_is_left(
 def test_adapters_that_change_while_a_step_is_on_its_way_accuse_nobody(
     llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Verifier.step_done
+    original = Verifier._examine
 
-    async def late(self: Verifier, call: StepCall) -> None:
+    async def late(self: Verifier, claim: Any, examiner: Any) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data.add_(0.1)
-        await original(self, call)
+        await original(self, claim, examiner)
 
-    monkeypatch.setattr(Verifier, "step_done", late)
+    monkeypatch.setattr(Verifier, "_examine", late)
     with honest(llama, CHECKED) as swarm:
         model = tuned(swarm)
         model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)

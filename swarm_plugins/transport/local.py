@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from swarm_plugins.errors import RequestTimeoutError, TransportError
-from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.channel import Channel, Handler, Transport
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.wire import decode, encode
 
@@ -46,27 +47,53 @@ class _End:
             self._incoming.put_nowait(None)
 
 
-class MemoryStreams:
-    """Runs handlers at the other end of channels."""
+class LocalRoutes:
+    """A transport that reaches peers of this process through memory, and others by another transport.
 
-    def __init__(self) -> None:
+    Args:
+        inner: Reaches the others.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self._handlers: dict[str, Mapping[str, Handler]] = {}
+        """By peer and rpc."""
         self._running: dict[asyncio.Task[None], str] = {}
 
-    def open(self, peer: str, handler: Handler) -> Channel:
-        """Opens a channel to a handler."""
+    def serve(self, peer: str, handlers: Mapping[str, Handler]) -> None:
+        """Serves a peer of this process from now on."""
+        self._handlers[peer] = handlers
+
+    def __contains__(self, peer: str) -> bool:
+        """Returns whether a peer is one of this process."""
+        return peer in self._handlers
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        """Opens a channel; see `Transport`."""
+        if peer not in self._handlers:
+            return await self._inner.open(peer, rpc, timeout_s=timeout_s)
         forth: _Frames = asyncio.Queue()
         back: _Frames = asyncio.Queue()
-        task = asyncio.create_task(_run(handler, _End(peer, back, forth)), name="serve this client")
+        task = asyncio.create_task(_run(self._handlers[peer][rpc], _End(peer, back, forth)), name="serve this client")
         self._running[task] = peer
         task.add_done_callback(self._running.pop)
         return _End(peer, forth, back)
 
-    async def close(self, peer: str) -> None:
-        """Ends all handlers of a peer. Idempotent."""
+    def forget(self, peer: str) -> None:
+        """Serves a peer of this process no more; its streams end by themselves."""
+        self._handlers.pop(peer, None)
+
+    async def end(self, peer: str) -> None:
+        """Ends the streams of a peer of this process, which cannot be reached any more. Idempotent."""
+        self.forget(peer)
         tasks = [task for task, name in self._running.items() if name == peer]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Closes the inner transport."""
+        await self._inner.close()
 
 
 async def _run(handler: Handler, end: _End) -> None:

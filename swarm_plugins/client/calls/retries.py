@@ -168,7 +168,7 @@ class Retries:
         """
         while True:
             # At last also without those that failed, though no other server has their blocks: these are missing.
-            failed = self.view.bans.banned() if self._leaves_only_holders else ()
+            failed = self.view.banned() if self._leaves_only_holders else ()
             try:
                 return await make({*self.excluded, *failed})
             except MissingBlocksError as exc:
@@ -178,7 +178,7 @@ class Retries:
                 is_help_coming = self.view.is_help_coming
                 is_over = time.monotonic() - self._progress_at > (_HELP_S if is_help_coming else _PATIENCE_S)
                 # A call that begins in an outage waits as one that began before it.
-                is_outage = self.last is not None or bool(self.view.bans.banned())
+                is_outage = self.last is not None or bool(self.view.banned())
                 is_hopeless = not is_help_coming and (not is_outage or self.failures >= self.limit)
                 if is_hopeless or not self.may_pause or is_over:
                     if isinstance(self.last, MissingExpertsError):
@@ -220,7 +220,7 @@ class ChainRetries(Retries):
             if not is_gap:
                 found += await self.view.chain(part, demand, without=without, failure=self.last)
                 continue
-            peer = await self.view.observer.stand_in(part)
+            peer = "" if self.view.fallback is None else await self.view.fallback.stand_in(part)
             if not peer or peer in without:
                 return None
             found.append(SpanChoice(peer, part.start, part.stop))

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
+from swarm_plugins.book import judging
 from swarm_plugins.client.answers import check_same_routers
+from swarm_plugins.client.calls.retries import ChainRetries
 from swarm_plugins.client.digests import CallAdapters
-from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.client.splitting import chunk_rows, chunks_within, tokens_per_message
-from swarm_plugins.client.training.backward import Backward
-from swarm_plugins.client.training.forward import Forward
-from swarm_plugins.client.training.records import SpanRun
+from swarm_plugins.client.training.chain import ChainCall
 from swarm_plugins.routing import Demand, SpanChoice
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.discovery.view import Servers
+    from swarm_plugins.client.servers import Servers
 
 T = TypeVar("T")
 _MOST_CHUNKS = 16
@@ -62,9 +61,6 @@ class BatchCall:
         check_same_routers(outputs, "the swarm")
         if self.keep:
             self._chunks = chunks
-            for chunk in chunks:
-                for peer in chunk.unkept:
-                    servers.peers.paces.unkept(peer, chunk.inputs.num_tokens)
         return join_outputs(outputs, dim=0)
 
     async def _chains(self, retries: ChainRetries) -> list[Sequence[SpanChoice]]:
@@ -73,7 +69,7 @@ class BatchCall:
         num_rows, length = inputs.hidden.shape[:2]
         chain = await retries.chain(inputs.blocks, Demand(tokens=inputs.num_tokens))
         limit = tokens_per_message(inputs)
-        least = chunks_within(inputs, min(view.max_batch_tokens(inputs.blocks) or limit, limit))
+        least = chunks_within(inputs, min(view.most_tokens(inputs.blocks) or limit, limit))
         wanted = view.config.micro_batches
         options = [max(least, min(wanted, num_rows))] if wanted != "auto" else self._options(chain, least)
         sizes = [[length * (one.stop - one.start) for one in chunk_rows(num_rows, count)] for count in options]
@@ -83,13 +79,15 @@ class BatchCall:
 
     def _options(self, chain: Sequence[SpanChoice], least: int) -> list[int]:
         """Returns the numbers of chunks to choose from, ascending; one while too little is known of the servers."""
-        (num_rows, length), peers = self.inputs.hidden.shape[:2], [span.peer for span in chain]
-        unkept = self.servers.peers.paces.unkept_tokens(peers) if self.keep else 0
+        num_rows, length = self.inputs.hidden.shape[:2]
+        book = self.servers.peers.book
+        records = [book[span.peer] for span in chain]
+        unkept = min((one.unkept_tokens for one in records if one.unkept_tokens), default=0) if self.keep else 0
         if unkept > length:
             # Half of it may fit; more chunks than that would help little.
             fitting = chunks_within(self.inputs, max(1, unkept // 2))
             least = max(least, fitting if fitting <= _MOST_CHUNKS else 1)
-        if not all(self.servers.peers.paces.is_known(peer) for peer in peers):
+        if not all(judging.is_known(record, book.rules) for record in records):
             return [least]
         most = max(least, min(_MOST_CHUNKS, num_rows))
         return [least, *(count for count in _COUNTS if least < count < most), *([most] if most > least else ())]
@@ -120,78 +118,6 @@ class BatchCall:
             None if not column else functools.reduce(torch.add, column) if 1 <= index < end else torch.cat(column)
             for index, column in enumerate(columns)
         ]
-
-
-class ChainCall:
-    """Runs blocks for one chunk of a batch; chunks of a batch share their retries and adapters.
-
-    The inputs of each span stay here as long as the graph does: a lost server costs one span's work, never the step,
-    and a second backward (``retain_graph=True``) gets the same gradients.
-
-    Args:
-        servers: The swarm.
-        inputs: The chunk.
-        keep: Whether a backward will follow.
-        adapters: The batch's.
-    """
-
-    def __init__(self, servers: Servers, inputs: SpanInputs, *, keep: bool, adapters: CallAdapters) -> None:
-        self._servers = servers
-        self._keep = keep
-        self._forward = Forward(servers, keep=keep, adapters=adapters)
-        self._runs: list[SpanRun] = []
-        self.inputs = inputs
-
-    @property
-    def unkept(self) -> list[str]:
-        """Servers that do not keep the graph for the backward to come."""
-        return [run.peer for run in self._runs if not run.has_ticket]
-
-    async def forward(self, retries: ChainRetries, chain: Sequence[SpanChoice]) -> SpanOutputs:
-        """Runs the blocks on a chain, or on other servers if these fail.
-
-        Raises:
-            MissingBlocksError: If no server is left for some block.
-            SwarmError: After too many failures.
-        """
-        runs = await self._forward.run(self.inputs, retries, chain)
-        if self._keep:
-            self._runs = runs
-        return chain_outputs([run.response for run in runs], collect_hidden=self.inputs.collect_hidden)
-
-    async def backward(
-        self,
-        grads: SpanOutputs,
-        *,
-        needs_hidden: bool,
-        needs: Sequence[bool],
-        retries: ChainRetries,
-    ) -> list[Tensor | None]:
-        """Returns the gradients of hidden states, adapter tensors and prefix, in this order.
-
-        Args:
-            grads: The gradients of the outputs.
-            needs_hidden: Whether the gradient of hidden states is wanted.
-            needs: The same for each tensor of adapters and prefix.
-            retries: The batch's.
-
-        Raises:
-            MissingBlocksError: If no server is left for some block.
-            SwarmError: After too many failures.
-        """
-        backward = Backward(
-            self._servers,
-            self._forward,
-            self.inputs,
-            grads,
-            needs_hidden=needs_hidden,
-            needs=needs,
-            retries=retries,
-        )
-        found = await backward.run(self._runs)
-        # A kept graph serves one backward; another one starts from the inputs.
-        self._runs = [run.without_ticket() for run in self._runs]
-        return found
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

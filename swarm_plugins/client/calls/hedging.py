@@ -7,14 +7,70 @@ is late only after what its requests take in 95 of 100 cases, and because of `He
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swarm_plugins.book import judging
+from swarm_plugins.book.record import Overtaken
+from swarm_plugins.client.calls.call import Answer, Call, Caller, Request, Response
+from swarm_plugins.routing import Demand
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.discovery.view import SwarmView
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _SHARE = 0.05
 """Further requests for each request."""
 _BURST = 4.0
 """Most that are saved up."""
+
+
+class Hedged:
+    """Asks replicas of late servers, too; see `Caller`.
+
+    Args:
+        inner: Asks a server.
+        view: Knows the replicas.
+    """
+
+    def __init__(self, inner: Caller, view: SwarmView) -> None:
+        self._inner = inner
+        self._view = view
+        self._budget = HedgeBudget()
+
+    async def ask(self, call: Call[Request, Response], peer: str) -> Answer[Request, Response]:
+        """Asks a server, and a replica while it takes longer than it does as a rule."""
+        if not call.is_queued:
+            return await self._inner.ask(call, peer)
+        book, tokens, num_blocks = self._view.peers.book, call.tokens, len(call.blocks)
+        record = book.kept(peer)
+        usual_s = judging.usual_s(record, call.rpc, blocks=num_blocks, tokens=tokens, rules=book.rules)
+        self._budget.earn()
+        with record.backlog.asking(tokens) as before:
+            if usual_s is None:
+                return await self._inner.ask(call, peer)
+            # What was seen is without a queue; those before this one in the queue take as long for each token.
+            turns = 1.0 + before / tokens
+            late_s = turns * usual_s + book.rules.hedge_slack_s
+
+            def ask_replica() -> Coroutine[Any, Any, Answer[Request, Response]] | None:
+                demand, without = Demand(tokens=tokens), {peer, *call.excluded}
+                other = self._view.replica(call.blocks, demand, without=without)
+                if other is None or not self._budget.take():
+                    return None
+                log.info("server %s has not answered for %.2f s: %s is asked too", peer, late_s, other)
+                return self._inner.ask(call, other)
+
+            started = time.perf_counter()
+            answer = await first_answer(self._inner.ask(call, peer), ask_replica, late_s=late_s)
+        if answer.peer != peer:
+            # It took longer than this, and how much will never be known.
+            book.observe(peer, Overtaken(call.rpc, tokens, (time.perf_counter() - started) / turns, num_blocks))
+        return answer
 
 
 class HedgeBudget:
