@@ -16,6 +16,7 @@ from swarm_plugins.server.config import ServeConfig
 
 if TYPE_CHECKING:
     from swarm_plugins.metrics.endpoint import Endpoint
+    from swarm_plugins.server.elsewhere import FetchExperts
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OWN_SYNTAX = ("model", "blocks", "part", "experts", "remote_experts", "adapters")
@@ -98,12 +99,19 @@ def serve(
             prepare_process(log_level, threads, log_format=log_format)
             if embedding is not None:
                 config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
-            server = SwarmServer(config)
+            server = SwarmServer(config, _fetch_experts() if config.remote_experts else None)
             if metrics is not None:
                 from swarm_plugins.metrics.server import ServerCollector
 
                 metrics.registry.register(ServerCollector(server))
             run_server(server, embedding)
+
+
+def _fetch_experts() -> FetchExperts:
+    # Asks as a client does: a server that has all its experts loads none of that.
+    from swarm_plugins.remote_experts.owner import RemoteShare
+
+    return RemoteShare
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.answers import SpanMovedError
 from swarm_plugins.client.calls.call import Answer, Call, Caller
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
-from swarm_plugins.remote_experts.held import load_expert
+from swarm_plugins.offload.held import load_expert
 from swarm_plugins.transport.messages import ExpertsRequest
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification.checker import CheckedCaller, Checker, Finding, Server, checked_as

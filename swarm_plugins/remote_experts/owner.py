@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 
 from swarm_plugins.book.rules import Rules
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.discovery.network import Network
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.remote_experts.calls import Holders
 from swarm_plugins.remote_experts.checks import make_holder_guard
 from swarm_plugins.remote_experts.experts import RemoteExperts
-from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import turn_into_remote
+from swarm_plugins.transport.channel import Network
 from swarm_plugins.transport.records import MAX_NEEDS
 from swarm_plugins.versions import ModelVersion
 
@@ -98,6 +99,10 @@ class RemoteShare:
         """Makes the experts of a block run at holders."""
         self.num_experts[block] = int(outline.num_experts)  # type: ignore[arg-type]
         turn_into_remote(module, outline, self._device, block, self.experts)
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Computes zeros for experts elsewhere inside the context."""
+        return self.experts.rehearsing()
 
     @property
     def needs(self) -> tuple[tuple[int, int, int, int], ...]:

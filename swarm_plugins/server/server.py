@@ -14,14 +14,14 @@ from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
-from swarm_plugins.remote_experts.held import HeldExperts
-from swarm_plugins.remote_experts.owner import RemoteShare
+from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.server import limits
 from swarm_plugins.server.background import in_thread, kept_going, sweep
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.distances import keep_measured
 from swarm_plugins.server.draining import wait_until_ended
+from swarm_plugins.server.elsewhere import ExpertsElsewhere, FetchExperts
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.presence import Presence
@@ -58,10 +58,12 @@ class SwarmServer:
 
     Args:
         config: What to serve and how.
+        fetch_experts: How experts are asked for that other peers hold. None: `ServeConfig.remote_experts` is refused.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, fetch_experts: FetchExperts | None = None) -> None:
         self.config = config
+        self._fetch_experts = fetch_experts
         self._points = Points(config.points_file)
         self._ledger = Ledger(config.request_bytes or MAX_REQUEST_BYTES, groups=self._points)
         self._presence: Presence | None = None
@@ -69,7 +71,7 @@ class SwarmServer:
         self._info: ServerInfo | None = None
         self._spans: HostedSpans | None = None
         self._held: HeldExperts | None = None
-        self._share: RemoteShare | None = None
+        self._share: ExpertsElsewhere | None = None
         self._chores: list[asyncio.Task[None]] = []
         self.asked_to_end = asyncio.Event()
         """Set once its operator has asked it to drain and to end."""
@@ -175,7 +177,9 @@ class SwarmServer:
             await self._serve_experts(self._held)
             return
         if config.remote_experts:
-            share = self._share = RemoteShare(
+            if self._fetch_experts is None:
+                raise ConfigError("remote_experts needs SwarmServer(config, fetch_experts=RemoteShare)")
+            share = self._share = self._fetch_experts(
                 self._presence,
                 weights.version,
                 num_blocks,
@@ -186,7 +190,7 @@ class SwarmServer:
                 self._held,
                 self._points.earned,
             )
-            loader.elsewhere, loader.rehearsing = share.attach, share.experts.rehearsing
+            loader.elsewhere, loader.rehearsing = share.attach, share.rehearsing
         span = await in_thread(lambda: loader.load(blocks))
         service = await self._serve(loader, span)
         if may_move(config) and self._spans is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.cli.main import main as swarm
-from swarm_plugins.remote_experts.held import HeldExperts
+from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.server import server
 from swarm_plugins.server.startup import spans
 from swarm_plugins.server.startup.capacity import Speed, measure

@@ -109,3 +109,7 @@ class Directory(Protocol):
 
 Handler = Callable[[Channel], Awaitable[None]]
 """A server's side of one rpc; runs until ``receive`` returns None."""
+
+
+class Network(Transport, Directory, Protocol):
+    """Opens channels and looks up servers."""

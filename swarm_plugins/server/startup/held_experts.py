@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.remote_experts.held import HOLDER_BITS, HeldExperts, load_held_experts
+from swarm_plugins.offload.held import HOLDER_BITS, HeldExperts, load_held_experts
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import Speed
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.offload import OffloadConfig
+from swarm_plugins.offload.held import HOLDER_BITS, load_held_experts
 from swarm_plugins.offload.widths import Width
-from swarm_plugins.remote_experts.held import HOLDER_BITS, load_held_experts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.server.compute.scheduler import Scheduler

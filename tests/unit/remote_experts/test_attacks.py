@@ -13,7 +13,7 @@ import torch
 from holders_kit import Held, Holders, serving
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.remote_experts.held import load_held_experts
+from swarm_plugins.offload.held import load_held_experts
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse, Failure, ForwardRequest, Message
 
 WIDTH = 32

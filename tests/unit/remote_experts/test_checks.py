@@ -18,9 +18,9 @@ from swarm_plugins import load_remote_experts
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.held import load_held_experts
 from swarm_plugins.offload.widths import NF4
 from swarm_plugins.remote_experts.checks import HolderGuard
-from swarm_plugins.remote_experts.held import load_held_experts
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse

@@ -19,8 +19,8 @@ from swarm_plugins.blocks import Span, StepInputs, load_span
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, MissingExpertsError, UnsupportedError
+from swarm_plugins.offload.held import load_held_experts
 from swarm_plugins.offload.quantizing import quantize_checkpoint
-from swarm_plugins.remote_experts.held import load_held_experts
 from swarm_plugins.remote_experts.owner import RemoteShare, needed_runs
 
 HIDDEN = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))

@@ -17,6 +17,7 @@ from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.formats.experts import PlainFormat
+from swarm_plugins.offload.formats.slices import SlicedFormat
 from swarm_plugins.offload.interfaces import ExpertCache, ExpertFormat, ExpertKey
 from swarm_plugins.offload.model.attach import check_budget, formats_of
 from swarm_plugins.offload.model.loans import ExpertLoans
@@ -24,7 +25,6 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.quantized_store import open_quantized
 from swarm_plugins.offload.widths import NF4, Width
-from swarm_plugins.remote_experts.slices import SlicedFormat
 
 HOLDER_BITS: dict[str, Width | None] = {"none": None, "int8": 8, "nf4": NF4}
 """Widths of experts that are all in memory, by the quantization that their holder announces."""
