@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,27 +21,14 @@ from swarm_plugins.cli.support.arguments import (
 )
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.model_names import check_model_name
 from swarm_plugins.noise import quiet_command
 from swarm_plugins.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from swarm_plugins.talk.loading import LoadedModel
+    from swarm_plugins.transport.config import NodeConfig
 
-_SETTINGS = {
-    name: f"--{name.replace('_', '-')}"
-    for name in (
-        "max_running",
-        "max_waiting",
-        "max_running_per_key",
-        "max_answers",
-        "max_body_bytes",
-        "max_context_tokens",
-        "max_caches",
-        "cache_bytes",
-        "cache_age_s",
-        "max_adapters",
-    )
-}
 _MAX_KEYS_CHARS = 1 << 20
 
 
@@ -68,7 +56,6 @@ def api(
     load_adapters: Annotated[
         bool, typer.Option("--load-adapters", help="Let requests name any adapter on the Hub.")
     ] = False,
-    endpoint: Annotated[str | None, typer.Option(help="Address of the adapters' Hub. Default: HF_ENDPOINT.")] = None,
     name: Annotated[
         str | None, typer.Option(help="The model's name in requests. Default: its id, or its directory's last part.")
     ] = None,
@@ -86,28 +73,20 @@ def api(
         Path | None, typer.Option(help="Keys that clients have to show, one a line.", dir_okay=False)
     ] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Requests that generate at once.")] = 8,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait their turn; more are refused.")] = 64,
     max_running_per_key: Annotated[int, typer.Option(min=1, help="Requests of one key at once.")] = 8,
-    max_answers: Annotated[int, typer.Option(min=1, help="Answers (n, times the prompts) of one request.")] = 8,
-    max_body_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Longest request.")] = "4MiB",
     max_context_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together. Default: what the model reads.")
     ] = None,
-    max_caches: Annotated[int, typer.Option(min=0, help="Conversations kept for their next turn; 0: none.")] = 32,
     cache_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most keys and values of all of them together.")
+        str,
+        typer.Option(metavar="SIZE", help="Keys and values of conversations kept for their next turn; 0: none."),
     ] = "1GiB",
-    cache_age_s: Annotated[float, typer.Option(min=0, help="Seconds that they are kept.")] = 300.0,
-    max_adapters: Annotated[int, typer.Option(min=1, help="Adapters in memory.")] = 16,
 ) -> None:
     """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
     quiet_command()
-    with one_sentence_errors("api", OFFLOAD_WORDS | _SETTINGS), contextlib.ExitStack() as stack:
-        peers = _peers(context, initial_peers, offload, local_swarm)
-        from swarm_plugins.model_names import check_model_name
-
+    with one_sentence_errors("api", OFFLOAD_WORDS), contextlib.ExitStack() as stack:
         # Checked before what takes seconds to import.
-        client_node(peers, discovery, secret_file, identity)
+        node = client_node(_peers(context, initial_peers, offload, local_swarm), discovery, secret_file, identity)
         check_model_name(model)
         from swarm_plugins.web.serving import is_loopback, listen, serve_app
         from swarm_plugins.web.settings import ApiSettings
@@ -115,16 +94,10 @@ def api(
         settings = ApiSettings(
             api_keys=(*(api_key or ()), *_keys(api_key_file)),
             max_running=max_running,
-            max_waiting=max_waiting,
             max_running_per_key=max_running_per_key,
-            max_answers=max_answers,
-            max_body_bytes=parse_bytes(max_body_bytes),
             max_context_tokens=max_context_tokens,
-            max_caches=max_caches,
             cache_bytes=parse_bytes(cache_bytes),
-            cache_age_s=cache_age_s,
             load_adapters=load_adapters,
-            max_adapters=max_adapters,
         )
         # Before what takes minutes.
         listener = stack.enter_context(listen(host, port))
@@ -135,18 +108,12 @@ def api(
 
             shared = {"revision": revision, "secret_file": secret_file}
             given: dict[str, Any] = {option: value for option, value in shared.items() if value is not None}
-            peers = list(stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **given)).initial_peers)
-        loaded = _load(model, peers, offload, revision, discovery=discovery, secret_file=secret_file, identity=identity)
+            swarm = stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **given))
+            node = dataclasses.replace(node, initial_peers=tuple(swarm.initial_peers))
+        loaded = _load(model, node, offload, revision)
         from swarm_plugins.web.app import create_app
 
-        app = create_app(
-            loaded.model,
-            loaded.tokenizer,
-            name=name or _name(model),
-            adapters=adapter or (),
-            settings=settings,
-            endpoint=endpoint,
-        )
+        app = create_app(loaded.model, loaded.tokenizer, name=name, adapters=adapter or (), settings=settings)
         serve_app(app, host, port, lambda url: typer.echo(f"listening at {url} (API: {url}/v1)"), listener=listener)
 
 
@@ -192,19 +159,10 @@ def _keys(file: Path | None) -> tuple[str, ...]:
         raise ConfigError(f"{file}: {exc}") from exc
 
 
-def _load(model: str, peers: list[str], offload: str | None, revision: str | None, **client: Any) -> LoadedModel:
-    from swarm_plugins.talk.loading import load_for_chat, load_for_run
+def _load(model: str, node: NodeConfig, offload: str | None, revision: str | None) -> LoadedModel:
+    from swarm_plugins.backbone.context import SwarmSettings
+    from swarm_plugins.cli.support.options import parse_offload
+    from swarm_plugins.talk.loading import load_model
 
-    if offload is not None:
-        from swarm_plugins.cli.support.options import parse_offload
-
-        config = parse_offload("" if offload == "auto" else offload)
-        return load_for_run(model, config, adapter=None, revision=revision, device=None)
-    from swarm_plugins.client.config import SwarmConfig
-
-    return load_for_chat(model, peers, SwarmConfig(**client), adapter=None, revision=revision, endpoint=None)
-
-
-def _name(model: str) -> str:
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+    place = SwarmSettings.of(node) if offload is None else parse_offload("" if offload == "auto" else offload)
+    return load_model(model, place, revision=revision)

@@ -42,30 +42,22 @@ def chat(
             help="Draft several tokens a trip with this small model here, or from repetitions in the text.",
         ),
     ] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Address of the adapter's Hub. Default: HF_ENDPOINT.")] = None,
 ) -> None:
     """Talk with a model on the swarm. /exit leaves, /new starts afresh; Ctrl-C ends the answer, then the program."""
     quiet_command()
     with one_sentence_errors("chat"):
-        peers = require_addresses(initial_peers)
         # Checked before what takes seconds to import.
-        client_node(peers, discovery, secret_file, identity)
+        node = client_node(require_addresses(initial_peers), discovery, secret_file, identity)
         _check_names(model, adapter, draft)
-        from swarm_plugins.client.config import SwarmConfig
-
-        config = SwarmConfig(
-            discovery=discovery,
-            secret_file=secret_file,
-            identity=identity,
-        )
+        from swarm_plugins.backbone.context import SwarmSettings
         from swarm_plugins.speculation import Speculation
-        from swarm_plugins.talk.loading import check_draft, load_draft, load_for_chat
+        from swarm_plugins.talk.loading import check_draft, load_draft, load_model
         from swarm_plugins.talk.loop import talk
         from swarm_plugins.talk.turns import Conversation
 
         if draft is not None:
             check_draft(draft, model, revision)
-        loaded = load_for_chat(model, peers, config, adapter=adapter, revision=revision, endpoint=endpoint)
+        loaded = load_model(model, SwarmSettings.of(node), adapter=adapter, revision=revision)
         speculation = None if draft is None else Speculation(load_draft(draft))
         try:
             talk(Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature, speculation))
@@ -103,11 +95,11 @@ def run(
         config = parse_offload(offload)
         _check_names(model, adapter)
         # What takes seconds to import comes after what may be wrong at once.
-        from swarm_plugins.talk.loading import load_for_run
+        from swarm_plugins.talk.loading import load_model
         from swarm_plugins.talk.loop import answer_all, describe, talk
         from swarm_plugins.talk.turns import Conversation
 
-        loaded = load_for_run(model, config, adapter=adapter, revision=revision, device=device)
+        loaded = load_model(model, config, adapter=adapter, revision=revision, device=device)
         conversation = Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature)
         try:
             if prompt:

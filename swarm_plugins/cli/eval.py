@@ -17,7 +17,6 @@ from swarm_plugins.cli.support.arguments import (
     Secret,
     client_node,
     require_addresses,
-    split_addresses,
 )
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import ConfigError
@@ -26,9 +25,10 @@ from swarm_plugins.noise import quiet_command, quiet_loading
 if TYPE_CHECKING:
     from swarm_plugins.evaluation.evaluating import EvalJob, Evaluated, Load
     from swarm_plugins.evaluation.versions import TaggedVersion
+    from swarm_plugins.transport.config import NodeConfig
     from swarm_plugins.versions import ModelVersion
 
-_WORDS = {"batch_size": "--batch-size", "num_fewshot": "--num-fewshot", "limit": "--limit"}
+_WORDS = {"num_fewshot": "--num-fewshot", "limit": "--limit"}
 
 
 def evaluate(
@@ -44,7 +44,6 @@ def evaluate(
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Base: a directory or an id. Default: as the version says.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of --base on the Hub.")] = None,
     with_base: Annotated[bool, typer.Option("--with-base", help="Also evaluate the base without an adapter.")] = False,
     initial_peers: Peers = None,
     discovery: Discovery = "dht",
@@ -56,7 +55,6 @@ def evaluate(
         int | None, typer.Option(help="Examples before each question. Default: as the task says.")
     ] = None,
     chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask in the model's chat format.")] = False,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a forward pass.")] = 8,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Let tasks run Python code of their own, such as !function.")
     ] = False,
@@ -78,11 +76,8 @@ def evaluate(
             end_with(parent)
         if version and all_versions:
             raise ConfigError("--version and --all-versions exclude each other: give one")
-        if revision is not None and base is None:
-            raise ConfigError("--revision is a revision of --base: give --base too")
-        peers = split_addresses(initial_peers) if local else _addresses(initial_peers)
         # Checked before what takes seconds to import.
-        client_node(peers, discovery, secret_file, identity)
+        node = None if local else client_node(_addresses(initial_peers), discovery, secret_file, identity)
         _check(repo, task, base, allow_code)
         from swarm_plugins.checkpoint import Checkpoint
         from swarm_plugins.evaluation.evaluating import EvalJob, evaluate_versions
@@ -93,23 +88,17 @@ def evaluate(
             tasks=task,
             tags=version or (),
             all_versions=all_versions,
-            base=None if base is None else Checkpoint.open(base, revision=revision).version,
+            base=None if base is None else Checkpoint.open(base).version,
             with_base=with_base,
             settings=EvalSettings(
-                batch_size=batch_size,
-                num_fewshot=num_fewshot,
-                limit=limit,
-                chat_template=chat_template,
-                allow_code=allow_code,
+                num_fewshot=num_fewshot, limit=limit, chat_template=chat_template, allow_code=allow_code
             ),
             folder=out or Path("eval-results", *repo.split("/")),
             push=push,
             endpoint=endpoint,
         )
-        client = {"discovery": discovery, "secret_file": secret_file, "identity": identity}
-        load = _loader(base, endpoint, None if local else peers, client)
         with quiet_loading():
-            done = evaluate_versions(job, load, tell=_tell)
+            done = evaluate_versions(job, _loader(base, endpoint, node), tell=_tell)
         _print(done, job, as_json=json)
         for failure in done.failures[1:]:
             _tell(str(failure))
@@ -143,21 +132,18 @@ def _check(repo: str, tasks: list[str], base: str | None, allow_code: bool) -> N
         read_task_file(one, allow_code=allow_code)
 
 
-def _loader(base: str | None, endpoint: str | None, peers: list[str] | None, client: dict[str, Any]) -> Load:
-    """Returns what loads a version's model; ``peers`` None means without a swarm."""
-    from swarm_plugins.client.config import SwarmConfig
-    from swarm_plugins.talk.loading import load_for_chat, load_whole
+def _loader(base: str | None, endpoint: str | None, node: NodeConfig | None) -> Load:
+    """Returns a function that loads a version's model: on the swarm that ``node`` joins, or else in memory."""
+    from swarm_plugins.backbone.context import SwarmSettings
+    from swarm_plugins.talk.loading import load_model
+
+    place = None if node is None else SwarmSettings.of(node)
 
     def load(version: TaggedVersion, made_for: ModelVersion) -> tuple[Any, Any]:
-        name = base or made_for.name
         # The commit that was resolved, even if a branch has moved.
         revision = None if made_for.is_local else made_for.revision
         adapter = None if version.is_base else f"{version.repo_id}@{version.commit}"
-        if peers is None:
-            loaded = load_whole(name, adapter=adapter, revision=revision, endpoint=endpoint)
-        else:
-            config = SwarmConfig(**client)
-            loaded = load_for_chat(name, peers, config, adapter=adapter, revision=revision, endpoint=endpoint)
+        loaded = load_model(base or made_for.name, place, adapter=adapter, revision=revision, endpoint=endpoint)
         return loaded.model, loaded.tokenizer
 
     return load

@@ -24,7 +24,6 @@ def fit(
         ),
     ] = 0,
     ckpt_path: Annotated[Path | None, typer.Option(help="Checkpoint of an earlier run to go on from.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads of each server of --local-swarm.", min=1)] = 1,
 ) -> None:
     """Train by a recipe, through Lightning.
 
@@ -40,7 +39,6 @@ def fit(
             config,
             context.args,
             num_servers=local_swarm,
-            threads=threads,
             ckpt_path=ckpt_path,
             warn=lambda text: typer.echo(f"swarm fit: {text}", err=True),
         )

@@ -38,15 +38,13 @@ def push(
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Visibility of a repository that is made.")
     ] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Address of the Hub. Default: HF_ENDPOINT.")] = None,
-    attempts: Annotated[int, typer.Option(min=1, help="How often to try.")] = 5,
 ) -> None:
     """Publish an adapter or a model: one commit, then its tag. Uses the token of `hf auth login` or HF_TOKEN."""
     with one_sentence_errors("push"):
         import msgspec
 
         from swarm_plugins.errors import ConfigError
-        from swarm_plugins.hub import PushTarget, RetryPlan, push_folder
+        from swarm_plugins.hub import PushTarget, push_folder
         from swarm_plugins.hub.folder import files_to_push
 
         files_to_push(folder)
@@ -55,8 +53,8 @@ def push(
             if repo is None:
                 raise ConfigError(f"{folder} does not name a repository to publish to: give --repo USER/NAME")
             target = PushTarget(repo_id=repo)
-        given = {"repo_id": repo, "tag": tag, "private": private, "endpoint": endpoint}
+        given = {"repo_id": repo, "tag": tag, "private": private}
         target = msgspec.structs.replace(target, **{key: value for key, value in given.items() if value is not None})
         typer.echo(f"Publishing {folder} to {target.repo_id} ...")
-        pushed = push_folder(folder, target, retries=RetryPlan(attempts=attempts))
+        pushed = push_folder(folder, target)
         typer.echo(f"Published as {pushed.repo_id}@{pushed.tag} (commit {pushed.commit[:12]}).")

@@ -14,16 +14,19 @@ from swarm_plugins.cli.support.arguments import (
     Peers,
     Secret,
     Served,
-    ServerTimeout,
     client_node,
     require_addresses,
     split_addresses,
 )
 from swarm_plugins.cli.support.output import one_sentence_errors
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, MissingBlocksError
 
 if TYPE_CHECKING:
+    from swarm_plugins.survey import Joining
     from swarm_plugins.transport.config import NodeConfig
+
+SERVER_TIMEOUT_S = 5.0
+_DRAIN_ANSWER_S = 10.0
 
 
 def status(
@@ -33,7 +36,7 @@ def status(
     secret_file: Secret = None,
     identity: Identity = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    timeout: ServerTimeout = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")] = SERVER_TIMEOUT_S,
     web: Annotated[bool, typer.Option("--web", help="Show it in a browser, live, until Ctrl-C.")] = False,
     host: Annotated[str, typer.Option(help="Address of this machine for --web.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --web; 0: any free one.")] = 0,
@@ -48,30 +51,51 @@ def status(
             _watch(config, model, timeout, host, port)
             return
         # What takes seconds to import comes after what may be wrong at once.
-        import asyncio
+        from swarm_plugins.survey import Joining
 
-        from swarm_plugins.cli.support.status_table import check_found, print_tables, table_console
-        from swarm_plugins.survey import Joining, survey
-        from swarm_plugins.verification.quarantine import user_quarantine
+        print_status(config, model, Joining(peers, discovery, secret_file), "status", timeout_s=timeout, as_json=json)
 
-        found = asyncio.run(survey(config, model, timeout_s=timeout, quarantined=user_quarantine().reasons()))
-        if json:
-            typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
-        check_found(found, model, "status")
-        if not json:
-            print_tables(found, table_console(), Joining(peers, discovery, secret_file))
+
+def print_status(
+    config: NodeConfig,
+    wanted: str | None,
+    joining: Joining,
+    command: str,
+    *,
+    timeout_s: float = SERVER_TIMEOUT_S,
+    as_json: bool = False,
+) -> None:
+    """Surveys a swarm once and prints it.
+
+    Raises:
+        MissingBlocksError: If nothing that was asked for is served.
+        TransportError: If the swarm cannot be reached.
+    """
+    import asyncio
+
+    from swarm_plugins.cli.support.status_table import print_tables, table_console
+    from swarm_plugins.survey import survey
+    from swarm_plugins.verification.quarantine import user_quarantine
+
+    found = asyncio.run(survey(config, wanted, timeout_s=timeout_s, quarantined=user_quarantine().reasons()))
+    if as_json:
+        typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
+    if wanted is not None and not found:
+        raise MissingBlocksError(
+            f"no server of this swarm serves {wanted!r}; run `swarm {command}` without it to list what is served"
+        )
+    if not as_json:
+        print_tables(found, table_console(), joining)
 
 
 def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, port: int) -> None:
     """Serves the page's view of the swarm until Ctrl-C."""
-    from swarm_plugins.client.config import SwarmConfig
-    from swarm_plugins.client.connection import connect
+    from swarm_plugins.backbone.context import SwarmSettings
     from swarm_plugins.web.serving import listen, serve_app
     from swarm_plugins.web.swarm_view.routes import watching_app
     from swarm_plugins.web.swarm_view.source import SwarmSource
 
-    config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity)
-    with listen(host, port) as listener, connect(node.initial_peers, config) as connection:
+    with listen(host, port) as listener, SwarmSettings.of(node).connection() as connection:
         app = watching_app(SwarmSource(connection, wanted=model, timeout_s=timeout_s))
         serve_app(app, host, port, lambda url: typer.echo(f"swarm status: {url}/ (Ctrl-C ends it)"), listener=listener)
 
@@ -84,7 +108,6 @@ def drain(
     initial_peers: Peers = None,
     discovery: Discovery = "dht",
     secret_file: Secret = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for its answer.")] = 10.0,
 ) -> None:
     """Let a server's open sessions end, and then the server; new ones go elsewhere at once."""
     with one_sentence_errors("drain"):
@@ -104,7 +127,7 @@ def drain(
 
         from swarm_plugins.server.rpc.drain import ask_to_drain
 
-        accepted = asyncio.run(ask_to_drain(config, owner, timeout_s=timeout))
+        accepted = asyncio.run(ask_to_drain(config, owner, timeout_s=_DRAIN_ANSWER_S))
         typer.echo(
             f"{wanted} drains; open sessions: {accepted.sessions}; it ends when they have, "
             f"{accepted.drain_s:g} s from now at the latest."

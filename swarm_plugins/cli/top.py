@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarm_plugins.cli.status import SERVER_TIMEOUT_S, print_status
 from swarm_plugins.cli.support.arguments import (
     Discovery,
     Identity,
     Peers,
     Secret,
     Served,
-    ServerTimeout,
     client_node,
     require_addresses,
 )
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from swarm_plugins.survey import Joining, ModelStatus
     from swarm_plugins.transport.config import NodeConfig
 
+_ALL_SERVERS_S = 4 * SERVER_TIMEOUT_S
+"""Many servers that do not answer must not keep the screen empty."""
+
 
 def top(
     model: Served = None,
@@ -38,7 +41,6 @@ def top(
     secret_file: Secret = None,
     identity: Identity = None,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
-    timeout: ServerTimeout = 5.0,
 ) -> None:
     """Show who serves what, as status does, live: with tokens/s, load, free KV cache, and what is missing.
 
@@ -50,10 +52,14 @@ def top(
         # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
+        from swarm_plugins.cli.support.status_table import table_console
         from swarm_plugins.survey import Joining
 
-        joining = Joining(peers, discovery, secret_file)
-        asyncio.run(_watch(config, model, joining, interval_s=interval, timeout_s=timeout))
+        console, joining = table_console(), Joining(peers, discovery, secret_file)
+        if console.is_terminal and not console.is_dumb_terminal:
+            asyncio.run(_watch(config, model, console, joining, interval_s=interval))
+        else:
+            print_status(config, model, joining, "top")
 
 
 class Rates:
@@ -81,11 +87,10 @@ class Rates:
 
 
 async def _watch(
-    config: NodeConfig, wanted: str | None, joining: Joining, *, interval_s: float, timeout_s: float
+    config: NodeConfig, wanted: str | None, console: Console, joining: Joining, *, interval_s: float
 ) -> None:
     import asyncio
 
-    from swarm_plugins.cli.support.status_table import check_found, print_tables, table_console
     from swarm_plugins.survey import survey_node
     from swarm_plugins.transport.node import SwarmNode
     from swarm_plugins.verification.quarantine import user_quarantine
@@ -93,16 +98,10 @@ async def _watch(
     async with SwarmNode(config) as node:
 
         async def look() -> list[ModelStatus]:
-            # Many servers that do not answer must not keep the screen empty.
-            within_s, excluded = 4 * timeout_s, user_quarantine().reasons()
-            return await survey_node(node, wanted, timeout_s=timeout_s, within_s=within_s, quarantined=excluded)
-
-        console = table_console()
-        if not console.is_terminal or console.is_dumb_terminal:
-            found = await look()
-            check_found(found, wanted, "top")
-            print_tables(found, console, joining)
-            return
+            excluded = user_quarantine().reasons()
+            return await survey_node(
+                node, wanted, timeout_s=SERVER_TIMEOUT_S, within_s=_ALL_SERVERS_S, quarantined=excluded
+            )
 
         async def redraw() -> None:
             rates, found, fault = Rates(), await look(), ""

@@ -67,7 +67,6 @@ def run_recipe(
     *,
     warn: Callable[[str], object],
     num_servers: int = 0,
-    threads: int = 1,
     ckpt_path: Path | None = None,
 ) -> str:
     """Trains from recipes and returns a line with the last metrics and the place of what was saved.
@@ -77,7 +76,6 @@ def run_recipe(
         options: Keys of the recipe as command-line options; they win over the files.
         warn: Called with the place of the checkpoint if the run ends early.
         num_servers: Servers to start on this machine for the recipe's model. 0: none.
-        threads: Threads of each server.
         ckpt_path: Checkpoint to resume from.
 
     Raises:
@@ -89,7 +87,7 @@ def run_recipe(
     if ckpt_path is not None and not ckpt_path.is_file():
         raise ConfigError(f"there is no checkpoint {str(ckpt_path)!r}; give the path of a .ckpt file")
     cli = read_recipe([*(f"--config={recipe}" for recipe in recipes), *options])
-    with _swarm_of(cli.model, num_servers, threads), _kept(cli.trainer, warn), _lightning_errors():
+    with _swarm_of(cli.model, num_servers), _kept(cli.trainer, warn), _lightning_errors():
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path and str(ckpt_path))
     if not cli.trainer.is_global_zero:
         return ""
@@ -99,7 +97,7 @@ def run_recipe(
 
 
 @contextlib.contextmanager
-def _swarm_of(model: Any, num_servers: int, threads: int) -> Iterator[None]:
+def _swarm_of(model: Any, num_servers: int) -> Iterator[None]:
     if num_servers == 0:
         yield
         return
@@ -109,10 +107,10 @@ def _swarm_of(model: Any, num_servers: int, threads: int) -> Iterator[None]:
             f"--local-swarm cannot know what to serve: {type(model).__name__} has no attribute base with the name of "
             "its model; start 'swarm serve' and set SWARM_INITIAL_PEERS"
         )
-    with contextlib.ExitStack() as stack:
-        swarm = stack.enter_context(LocalSwarm(base, num_servers=num_servers, threads=threads))
-        settings = SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())
-        stack.enter_context(active_swarm(settings))
+    with (
+        LocalSwarm(base, num_servers=num_servers) as swarm,
+        active_swarm(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())),
+    ):
         yield
 
 

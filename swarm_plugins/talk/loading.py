@@ -1,4 +1,4 @@
-"""Loads the model of a conversation: blocks on the swarm or experts on disk, with or without an adapter."""
+"""Loads a model for a command, in the place where it runs: a swarm, this machine's disk, or its memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
+from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.callbacks.loading import load_adapter
-from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.formats.linears import quantize_linears
@@ -29,38 +29,54 @@ class LoadedModel(NamedTuple):
     """Counters of offloaded experts, if there are any."""
 
 
-def load_for_chat(
+def load_model(
     name: str,
-    peers: list[str],
-    config: SwarmConfig,
+    place: SwarmSettings | OffloadConfig | None,
     *,
-    adapter: str | None,
-    revision: str | None,
-    endpoint: str | None,
+    adapter: str | None = None,
+    revision: str | None = None,
+    endpoint: str | None = None,
+    device: str | None = None,
 ) -> LoadedModel:
-    """Loads a model whose blocks run on the swarm, with tokenizer and, from ``DIR|REPO[@TAG]``, an adapter.
+    """Loads a model with its tokenizer.
+
+    Args:
+        name: Directory or Hub id.
+        place: The swarm that runs its blocks, or how its experts are offloaded. None: all of it is in memory here.
+        adapter: ``DIR|REPO[@TAG]`` of an adapter to load into it.
+        revision: Branch, tag or commit of the model on the Hub.
+        endpoint: Address of the adapter's Hub. None: ``HF_ENDPOINT``.
+        device: Where it runs, or what of it runs here. None: a CUDA device if there is any; for a swarm, the CPU.
 
     Raises:
         ConfigError: If model, tokenizer or adapter do not exist.
     """
-    model: Any = AutoSwarmModelForCausalLM.from_pretrained(name, revision=revision, initial_peers=peers, swarm=config)
-    tokenizer = load_tokenizer(name, revision)
-    return LoadedModel(_with_adapter(model, adapter, endpoint), tokenizer)
+    stats = None
+    if isinstance(place, SwarmSettings):
+        peers, config = place.initial_peers, place.config
+        model: Any = AutoSwarmModelForCausalLM.from_pretrained(
+            name, revision=revision, initial_peers=peers, swarm=config, device=device
+        )
+        tokenizer = load_tokenizer(name, revision)
+    else:
+        tokenizer = load_tokenizer(name, revision)
+        if place is None:
+            model = _in_memory(name, revision, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        else:
+            model = load_offloaded(name, place, revision=revision, device=device)
+            stats = model.offload_stats
+    if adapter is not None:
+        model = load_adapter(model, *split_tag(adapter), endpoint=endpoint)
+    return LoadedModel(model.eval(), tokenizer, stats)
 
 
-def load_whole(name: str, *, adapter: str | None, revision: str | None, endpoint: str | None) -> LoadedModel:
-    """Loads a model with all of its weights in this process, with tokenizer and, from ``DIR|REPO[@TAG]``, an adapter.
-
-    Raises:
-        ConfigError: If model, tokenizer or adapter do not exist.
-    """
-    tokenizer = load_tokenizer(name, revision)
+def _in_memory(name: str, revision: str | None, device: str) -> PreTrainedModel:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {name!r} cannot be loaded ({one_line(error)}): give another one") from error
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return LoadedModel(_with_adapter(model, adapter, endpoint), tokenizer)
+    loaded: PreTrainedModel = model.to(device)
+    return loaded
 
 
 def check_draft(draft: str, model: str, revision: str | None) -> None:
@@ -95,26 +111,6 @@ def load_draft(draft: str) -> PreTrainedModel | str:
     if model.device.type == "cpu":
         quantize_linears(model, 4)
     return model
-
-
-def load_for_run(
-    name: str, config: OffloadConfig, *, adapter: str | None, revision: str | None, device: str | None
-) -> LoadedModel:
-    """Loads a model with offloaded experts, with tokenizer and, from ``DIR|REPO[@TAG]``, an adapter.
-
-    Raises:
-        ConfigError: If model, tokenizer or adapter do not exist.
-    """
-    tokenizer = load_tokenizer(name, revision)
-    model: Any = load_offloaded(name, config, revision=revision, device=device)
-    return LoadedModel(_with_adapter(model, adapter), tokenizer, model.offload_stats)
-
-
-def _with_adapter(model: Any, adapter: str | None, endpoint: str | None = None) -> Any:
-    if adapter is not None:
-        repo, tag = split_tag(adapter)
-        model = load_adapter(model, repo, tag, endpoint=endpoint)
-    return model.eval()
 
 
 def split_tag(adapter: str) -> tuple[str | Path, str]:

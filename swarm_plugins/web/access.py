@@ -24,6 +24,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _OPEN = ("/", "/page/")
 """The page and its files, which need no key."""
 
+MAX_BODY_BYTES = 4 << 20
+"""Longest request."""
+
 _BODY_S = 30.0
 """Longest pause within a request."""
 
@@ -92,7 +95,7 @@ class Access:
 
     def _bounded(self, receive: Receive) -> Receive:
         """Raises HTTPException, the only error that FastAPI passes on while it reads a body."""
-        most, read, is_complete = self._settings.max_body_bytes, 0, False
+        read, is_complete = 0, False
 
         async def next_message() -> Message:
             nonlocal read, is_complete
@@ -105,8 +108,8 @@ class Access:
                 ) from error
             is_complete = not message.get("more_body", False)
             read += len(message.get("body", b""))
-            if read > most:
-                raise HTTPException(413, f"the request is longer than {most} bytes: send less at once")
+            if read > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the request is longer than {MAX_BODY_BYTES} bytes: send less at once")
             return message
 
         return next_message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,11 @@ def create_app(
         TransportError: If none of the model's initial peers answers.
     """
     settings = settings or ApiSettings()
-    models = Models(
-        model,
-        name or _name_of(model),
-        functools.partial(_with_adapter, endpoint=endpoint),
-        max_adapters=settings.max_adapters,
-        load_unknown=settings.load_adapters,
-    )
+
+    def with_adapter(copied: Any, adapter: str) -> Any:
+        return load_adapter(copied, *split_tag(adapter), endpoint=endpoint, is_shared=True)
+
+    models = Models(model, name or _name_of(model), with_adapter, load_unknown=settings.load_adapters)
     for adapter in adapters:
         models.add(adapter)
     engine = Engine(models, tokenizer, settings)
@@ -98,15 +95,11 @@ def create_app(
     return app
 
 
-def _with_adapter(model: Any, adapter: str, *, endpoint: str | None) -> Any:
-    repo, tag = split_tag(adapter)
-    return load_adapter(model, repo, tag, endpoint=endpoint, is_shared=True)
-
-
 def _name_of(model: PreTrainedModel) -> str:
     """Returns what the model was loaded by: of a directory, its last part."""
-    path = str(model.config.name_or_path or type(model).__name__)
-    return Path(path).name if Path(path).is_dir() else path
+    name = str(model.config.name_or_path or type(model).__name__)
+    folder = Path(name).expanduser()
+    return folder.resolve().name if folder.is_dir() else name
 
 
 async def _sweep(engine: Engine) -> None:

@@ -120,7 +120,7 @@ def test_a_hub_of_ones_own_takes_pushes_and_keeps_them(folder: Path, tmp_path: P
 def test_every_fault_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     with LocalHub(tokens={"good": "me"}) as hub:
         env = environment(tmp_path, HF_ENDPOINT=hub.endpoint, HF_TOKEN="good")
-        repo = ["--repo", "me/adapter", "--attempts", "1"]
+        repo = ["--repo", "me/adapter"]
         cases = [
             (1, [str(tmp_path / "none")], env, "is not a directory"),
             (1, [str(tmp_path)], env, "has no adapter_config.json"),

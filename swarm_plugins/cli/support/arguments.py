@@ -34,7 +34,6 @@ Identity = Annotated[
 Served = Annotated[
     str | None, typer.Argument(help="A version, or part of its name. Default: all that the swarm serves.")
 ]
-ServerTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")]
 Adapter = Annotated[
     str | None, typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter to talk with, from a folder or the Hub.")
 ]

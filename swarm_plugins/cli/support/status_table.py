@@ -13,7 +13,6 @@ from rich.text import Text
 
 from swarm_plugins.cli.support.output import wide_console
 from swarm_plugins.client.discovery.missing import ranges, runs
-from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.survey import Joining, ModelStatus, ServerStatus
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -33,14 +32,6 @@ _END_CHARS = 8
 def table_console() -> Console:
     """Returns a console for `print_tables`."""
     return wide_console(_PIPE_CHARS)
-
-
-def check_found(found: Sequence[ModelStatus], wanted: str | None, command: str) -> None:
-    """Raises MissingBlocksError if nothing that was asked for is served."""
-    if wanted is not None and not found:
-        raise MissingBlocksError(
-            f"no server of this swarm serves {wanted!r}; run `swarm {command}` without it to list what is served"
-        )
 
 
 def print_tables(found: Sequence[ModelStatus], console: Console, joining: Joining | None = None) -> None:

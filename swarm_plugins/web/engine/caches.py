@@ -27,20 +27,20 @@ class CacheStore:
     """Keeps caches with the tokens that they hold, the newest ones, within bounds; safe to use from several threads.
 
     Args:
-        max_caches: Most caches.
         max_bytes: Most bytes of keys and values in all caches together, wherever they lie.
-        max_age_s: Seconds after which an unused one is let go.
         token_bytes: Bytes of keys and values of one token.
+        max_caches: Most caches. Each one is a session on every server of its chain.
+        max_age_s: Seconds after which an unused one is let go.
         clock: Seconds, for tests.
     """
 
     def __init__(
         self,
         *,
-        max_caches: int,
         max_bytes: int,
-        max_age_s: float,
         token_bytes: int,
+        max_caches: int = 32,
+        max_age_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_caches = max_caches

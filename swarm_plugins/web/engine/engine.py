@@ -19,6 +19,9 @@ from swarm_plugins.web.engine.request import Done, Event, Generation
 from swarm_plugins.web.engine.run import Run
 from swarm_plugins.web.settings import ApiSettings
 
+MAX_WAITING = 64
+"""Requests that wait; further ones are refused."""
+
 
 class QueueFullError(CapacityError):
     """Too many requests wait already."""
@@ -37,12 +40,7 @@ class Engine:
         self.models = models
         self.tokenizer = tokenizer
         self.settings = settings
-        self.caches = CacheStore(
-            max_caches=settings.max_caches,
-            max_bytes=settings.cache_bytes,
-            max_age_s=settings.cache_age_s,
-            token_bytes=_token_bytes(models.base),
-        )
+        self.caches = CacheStore(max_bytes=settings.cache_bytes, token_bytes=_token_bytes(models.base))
         self.reading = threading.Lock()
         """Held while text becomes tokens: tokenizers keep settings of a call in themselves."""
         self._threads = ThreadPoolExecutor(settings.max_running, thread_name_prefix="swarm-api")
@@ -103,7 +101,7 @@ class Engine:
     async def _take_turn(self, request: Generation) -> None:
         own, is_loaded = self._turns_of[request.tenant], self.models.has(request.adapter)
         must_wait = own.locked() or self._turns.locked() or not is_loaded
-        if must_wait and self.waiting >= self.settings.max_waiting:
+        if must_wait and self.waiting >= MAX_WAITING:
             raise QueueFullError(
                 f"{self.running} requests are running and {self.waiting} wait, the most that may: try again later"
             )

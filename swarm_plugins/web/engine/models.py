@@ -36,9 +36,9 @@ class Models:
     Args:
         base: A causal language model; it is not changed.
         name: The base model's name in requests.
-        max_adapters: Most adapters in memory.
         load: Puts the adapter of a name into a copy of the base; returns the model that has it.
         load_unknown: Whether requests may name adapters that were not added.
+        max_adapters: Most adapters in memory.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Models:
         name: str,
         load: Callable[[Any, str], Any],
         *,
-        max_adapters: int,
         load_unknown: bool = False,
+        max_adapters: int = 16,
     ) -> None:
         self.base = base
         self.name = name

@@ -222,7 +222,7 @@ async def prepare(body: ChatRequest, tenant: str, engine: Engine, prompts: Promp
         engine,
         tokens,
         max_new_tokens=prompts.room(tokens, wanted, param="messages"),
-        n=body.answers(engine.settings.max_answers),
+        n=body.answers(),
         stop=_stops(body, found),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=grammar,

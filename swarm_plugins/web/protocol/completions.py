@@ -93,7 +93,7 @@ def completions_router(engine: Engine, prompts: Prompts) -> APIRouter:
 async def _generations(body: CompletionRequest, request: Request, engine: Engine, prompts: Prompts) -> list[Generation]:
     body.check()
     wanted = body.prompts()
-    answers = body.answers(engine.settings.max_answers, len(wanted))
+    answers = body.answers(len(wanted))
     found = []
     for prompt in wanted:
         tokens = await prompts.of_text(prompt) if isinstance(prompt, str) else prompt

@@ -19,6 +19,9 @@ from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Generation
 from swarm_plugins.web.protocol.errors import ApiError
 
+MAX_ANSWERS = 8
+"""Most answers (``n``, times the prompts) of one request."""
+
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -152,12 +155,12 @@ class SamplingFields(Fields):
             **chosen,
         )
 
-    def answers(self, most: int, prompts: int = 1) -> int:
-        """Returns how many answers each prompt gets; raises ApiError if they are more than ``most`` together."""
+    def answers(self, prompts: int = 1) -> int:
+        """Returns how many answers each prompt gets; raises ApiError if they are too many together."""
         wanted = self.n or 1
-        if wanted * prompts > most:
+        if wanted * prompts > MAX_ANSWERS:
             raise ApiError(
-                f"{wanted * prompts} answers are wanted; this server gives at most {most} a request",
+                f"{wanted * prompts} answers are wanted; this server gives at most {MAX_ANSWERS} a request",
                 param="n",
                 code="invalid_value",
             )

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.cli import app
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.web.settings import ApiSettings
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
 
@@ -38,12 +41,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None:
             pass
 
-    def load(model: str, *where: object, **options: Any) -> None:
-        asked.update(options, where=where)
+    def load(model: str, place: object, **options: Any) -> None:
+        asked.update(options, place=place)
         raise LoadedError
 
-    for name in ("load_for_chat", "load_for_run"):
-        monkeypatch.setattr(f"swarm_plugins.talk.loading.{name}", load)
+    monkeypatch.setattr("swarm_plugins.talk.loading.load_model", load)
     monkeypatch.setattr("swarm_plugins.local_swarm.LocalSwarm", Swarm)
     return asked
 
@@ -85,8 +87,8 @@ def test_a_local_swarm_is_started_with_what_its_client_uses(
     words = ("--revision", "main", "--secret-file", str(secret), "--discovery", "static")
     assert run(model, "--local-swarm", "3", *words) == (0, "")
     assert loaded["swarm"] == {"num_servers": 3, "revision": "main", "secret_file": secret}
-    peers, config = loaded["where"]
-    assert (peers, config.secret_file, config.discovery) == ([ADDRESS], secret, "static")
+    config = SwarmConfig(secret_file=secret, discovery="static")
+    assert loaded["place"] == SwarmSettings(initial_peers=(ADDRESS,), config=config)
     assert loaded["revision"] == "main"
 
 
@@ -124,21 +126,6 @@ def test_a_bad_file_of_keys_is_named(content: bytes, message: str, model: Path, 
     assert message in text
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--max-body-bytes", "0", "--max-body-bytes must be a whole number, 1 or more; got 0"),
-        ("--max-body-bytes", "4 stones", "invalid size '4 stones'"),
-        ("--cache-bytes", "lots", "invalid size 'lots'"),
-        ("--cache-age-s", "inf", "--cache-age-s must be a number of seconds, 0 or more; got inf"),
-    ],
-)
-def test_a_bound_that_cannot_be_is_named_as_an_option(option: str, value: str, message: str, model: Path) -> None:
-    code, text = run(model, "--offload", "auto", option, value)
-    assert code == 2
-    assert message in text
-
-
 def test_bounds_reach_the_app(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
@@ -146,21 +133,11 @@ def test_bounds_reach_the_app(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         found.append(settings)
         raise LoadedError
 
-    monkeypatch.setattr("swarm_plugins.cli.api._load", lambda *_, **__: Loaded)
+    monkeypatch.setattr("swarm_plugins.cli.api._load", lambda *_: Loaded)
     monkeypatch.setattr("swarm_plugins.web.app.create_app", create_app)
-    words = [
-        "--max-body-bytes",
-        "2MiB",
-        "--cache-bytes",
-        "1GB",
-        "--cache-age-s",
-        "9",
-        "--max-adapters",
-        "3",
-        "--max-answers",
-        "2",
-    ]
-    assert run(model, "--offload", "auto", *words) == (0, "")
-    [settings] = found
-    assert (settings.max_body_bytes, settings.cache_bytes, settings.cache_age_s) == (2 << 20, 10**9, 9)
-    assert (settings.max_adapters, settings.max_answers) == (3, 2)
+    bounds = {"max_running": 3, "max_running_per_key": 2, "max_context_tokens": 9, "cache_bytes": 2 << 20}
+    words = [word for name, value in bounds.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert run(model, "--offload", "auto", *words, "--load-adapters", "--api-key", "one") == (0, "")
+    assert found == [ApiSettings(**bounds, load_adapters=True, api_keys=("one",))]
+    code, text = run(model, "--offload", "auto", "--cache-bytes", "lots")
+    assert (code, "invalid size 'lots'" in text) == (2, True)

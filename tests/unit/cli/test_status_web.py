@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_plugins.cli import app
-from swarm_plugins.client import connection
 from swarm_plugins.web import serving
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
@@ -40,7 +39,7 @@ def test_the_page_is_served_until_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Non
     def joined(peers: list[str], config: object) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(SimpleNamespace(initial_peers=peers, config=config))
 
-    monkeypatch.setattr(connection, "connect", joined)
+    monkeypatch.setattr("swarm_plugins.backbone.context.connect", joined)
     monkeypatch.setattr(serving, "serve_app", serve)
     code, text = said()
     assert re.search(r"swarm status: http://127\.0\.0\.1:\d+/ \(Ctrl-C ends it\)", text)
@@ -57,8 +56,7 @@ def test_json_is_at_another_place() -> None:
 
 
 def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("swarm_plugins.web")]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "swarm_plugins.web.serving")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, text = said()
     assert (code, text) == (

@@ -86,7 +86,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[ModelStatus]:
     async def survey_node(node: object, wanted: str | None, **_: object) -> list[ModelStatus]:
         return [one for one in found if wanted is None or wanted in one.model]
 
-    monkeypatch.setattr("swarm_plugins.transport.node.SwarmNode", Node)
+    monkeypatch.setattr("swarm_plugins.survey.SwarmNode", Node)
     monkeypatch.setattr("swarm_plugins.survey.survey_node", survey_node)
     return found
 

@@ -266,7 +266,7 @@ def test_the_command_says_in_one_sentence_that_the_disk_is_full(
     disk: dict[str, int], hub: LocalHub, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = SimpleNamespace(model=None, tokenizer=None)
-    monkeypatch.setattr("swarm_plugins.talk.loading.load_whole", lambda name, **options: nothing)
+    monkeypatch.setattr("swarm_plugins.talk.loading.load_model", lambda *place, **options: nothing)
     disk[RESULTS_FILE] = 2
     out = tmp_path / "out"
     command = ["eval", REPO, "--task", str(task_file), "--local", "--all-versions", "--endpoint", hub.endpoint]

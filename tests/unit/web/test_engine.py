@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def engine_of(model: Any, tokenizer: Any, **settings: Any) -> Engine:
-    return Engine(Models(model, "tiny", no_adapters, max_adapters=4), tokenizer, ApiSettings(**settings))
+    return Engine(Models(model, "tiny", no_adapters), tokenizer, ApiSettings(**settings))
 
 
 def no_adapters(model: Any, adapter: str) -> Any:
@@ -83,9 +83,11 @@ def test_leaving_frees_the_session_and_ends_the_step(model: Any, tokenizer: Any,
     asyncio.run(leave())
 
 
-def test_more_requests_than_may_wait_are_refused(model: Any, tokenizer: Any) -> None:
+def test_more_requests_than_may_wait_are_refused(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.engine.engine.MAX_WAITING", 1)
+
     async def crowd() -> list[Any]:
-        engine = engine_of(model, tokenizer, max_running=1, max_waiting=1)
+        engine = engine_of(model, tokenizer, max_running=1)
         try:
             return await asyncio.gather(
                 *(all_of(engine, ask("x", tokenizer, 8)) for _ in range(4)), return_exceptions=True
@@ -116,7 +118,7 @@ def test_draws_follow_the_probabilities(model: Any, tokenizer: Any) -> None:
     """The share of the likeliest first token among many answers is its probability."""
 
     async def run() -> list[Event]:
-        engine = engine_of(model, tokenizer, max_answers=400)
+        engine = engine_of(model, tokenizer)
         try:
             request = ask("q", tokenizer, 1, n=400, seed=5, sampling=Sampling(temperature=0.5))
             return await all_of(engine, request)

@@ -114,8 +114,9 @@ def test_a_killed_server_leaves_a_streamed_answer_equal(tiny: Any, tokenizer: An
 
 
 @pytest.fixture
-def guarded(model: Any, tokenizer: Any) -> Iterator[str]:
-    settings = ApiSettings(api_keys=("good", "other"), max_running_per_key=1, max_body_bytes=2000)
+def guarded(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr("swarm_plugins.web.access.MAX_BODY_BYTES", 2000)
+    settings = ApiSettings(api_keys=("good", "other"), max_running_per_key=1)
     with served(create_app(model, tokenizer, name="tiny", settings=settings)) as url:
         yield url
 
