@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.transport.config import NodeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +21,6 @@ class SwarmSettings:
     """Addresses to join the swarm through."""
     config: SwarmConfig
     """Settings of the client."""
-
-    @classmethod
-    def of(cls, node: NodeConfig) -> SwarmSettings:
-        """Returns the settings of a client that joins as a node does."""
-        config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity_path)
-        return cls(initial_peers=tuple(node.initial_peers), config=config)
 
     def connection(self) -> SwarmConnection:
         """Returns the connection that all models with these settings share; it may not be started yet."""

@@ -18,6 +18,7 @@ from swarm_plugins.cli.support.arguments import (
     Secret,
     client_node,
     require_addresses,
+    swarm_of,
 )
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
@@ -160,9 +161,8 @@ def _keys(file: Path | None) -> tuple[str, ...]:
 
 
 def _load(model: str, node: NodeConfig, offload: str | None, revision: str | None) -> LoadedModel:
-    from swarm_plugins.backbone.context import SwarmSettings
     from swarm_plugins.cli.support.options import parse_offload
     from swarm_plugins.talk.loading import load_model
 
-    place = SwarmSettings.of(node) if offload is None else parse_offload("" if offload == "auto" else offload)
+    place = swarm_of(node) if offload is None else parse_offload("" if offload == "auto" else offload)
     return load_model(model, place, revision=revision)

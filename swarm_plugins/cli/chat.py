@@ -19,6 +19,7 @@ from swarm_plugins.cli.support.arguments import (
     Temperature,
     client_node,
     require_addresses,
+    swarm_of,
 )
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.noise import quiet_command
@@ -49,7 +50,6 @@ def chat(
         # Checked before what takes seconds to import.
         node = client_node(require_addresses(initial_peers), discovery, secret_file, identity)
         _check_names(model, adapter, draft)
-        from swarm_plugins.backbone.context import SwarmSettings
         from swarm_plugins.speculation import Speculation
         from swarm_plugins.talk.loading import check_draft, load_draft, load_model
         from swarm_plugins.talk.loop import talk
@@ -57,7 +57,7 @@ def chat(
 
         if draft is not None:
             check_draft(draft, model, revision)
-        loaded = load_model(model, SwarmSettings.of(node), adapter=adapter, revision=revision)
+        loaded = load_model(model, swarm_of(node), adapter=adapter, revision=revision)
         speculation = None if draft is None else Speculation(load_draft(draft))
         try:
             talk(Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature, speculation))

@@ -17,6 +17,7 @@ from swarm_plugins.cli.support.arguments import (
     Secret,
     client_node,
     require_addresses,
+    swarm_of,
 )
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import ConfigError
@@ -134,10 +135,9 @@ def _check(repo: str, tasks: list[str], base: str | None, allow_code: bool) -> N
 
 def _loader(base: str | None, endpoint: str | None, node: NodeConfig | None) -> Load:
     """Returns a function that loads a version's model: on the swarm that ``node`` joins, or else in memory."""
-    from swarm_plugins.backbone.context import SwarmSettings
     from swarm_plugins.talk.loading import load_model
 
-    place = None if node is None else SwarmSettings.of(node)
+    place = None if node is None else swarm_of(node)
 
     def load(version: TaggedVersion, made_for: ModelVersion) -> tuple[Any, Any]:
         # The commit that was resolved, even if a branch has moved.

@@ -17,6 +17,7 @@ from swarm_plugins.cli.support.arguments import (
     client_node,
     require_addresses,
     split_addresses,
+    swarm_of,
 )
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError, MissingBlocksError
@@ -90,12 +91,11 @@ def print_status(
 
 def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, port: int) -> None:
     """Serves the page's view of the swarm until Ctrl-C."""
-    from swarm_plugins.backbone.context import SwarmSettings
     from swarm_plugins.web.serving import listen, serve_app
     from swarm_plugins.web.swarm_view.routes import watching_app
     from swarm_plugins.web.swarm_view.source import SwarmSource
 
-    with listen(host, port) as listener, SwarmSettings.of(node).connection() as connection:
+    with listen(host, port) as listener, swarm_of(node).connection() as connection:
         app = watching_app(SwarmSource(connection, wanted=model, timeout_s=timeout_s))
         serve_app(app, host, port, lambda url: typer.echo(f"swarm status: {url}/ (Ctrl-C ends it)"), listener=listener)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.transport.config import NodeConfig
+
+if TYPE_CHECKING:
+    from swarm_plugins.backbone.context import SwarmSettings
 
 Model = Annotated[str, typer.Argument(help="Model: a directory, or its id on the Hub.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")]
@@ -58,6 +61,15 @@ def client_node(
     )
     node.check_files()
     return node
+
+
+def swarm_of(node: NodeConfig) -> SwarmSettings:
+    """Returns the swarm that a client's node joins, as models are loaded from it."""
+    from swarm_plugins.backbone.context import SwarmSettings
+    from swarm_plugins.client.config import SwarmConfig
+
+    config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity_path)
+    return SwarmSettings(initial_peers=node.initial_peers, config=config)
 
 
 def split_addresses(entries: Sequence[str] | None) -> list[str]:
