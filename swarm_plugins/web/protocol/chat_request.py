@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import anyio.to_thread
@@ -16,7 +16,7 @@ from swarm_plugins.web.engine.request import Generation
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.protocol.fields import Fields, SamplingFields
 from swarm_plugins.web.protocol.prompts import Prompts
-from swarm_plugins.web.protocol.tools import ToolFormat, call_schema, tool_format
+from swarm_plugins.web.protocol.tools import DemandedReader, MessageReader, ToolFormat, call_schema, tool_format
 
 _MAX_SCHEMA_CHARS = 65_536
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
@@ -186,6 +186,14 @@ class Prepared(NamedTuple):
     """How the answer is read. None: all of it is content."""
     opened: ToolFormat | None
     """Set if the prompt begins a call: the answer goes on with its JSON."""
+    offered: Sequence[dict[str, Any]]
+    """The tools that the model is told of."""
+
+    def readers(self) -> list[MessageReader | DemandedReader]:
+        """Returns a reader for each answer."""
+        if self.opened is not None:
+            return [DemandedReader() for _ in range(self.generation.n)]
+        return [MessageReader(self.template, self.begun, self.offered) for _ in range(self.generation.n)]
 
 
 async def prepare(body: ChatRequest, tenant: str, engine: Engine, prompts: Prompts) -> Prepared:
@@ -230,7 +238,7 @@ async def prepare(body: ChatRequest, tenant: str, engine: Engine, prompts: Promp
         keep_special_tokens=template is not None,
     )
     thinks = "<think>\n" if text.rstrip().endswith("<think>") else ""
-    return Prepared(generation, thinks if own is None else text, template, opened)
+    return Prepared(generation, thinks if own is None else text, template, opened, body.offered)
 
 
 def _opening(found: ToolFormat | None) -> ToolFormat:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from openai.types import Completion
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from pydantic import Field, field_validator, model_validator
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
-from swarm_plugins.web.engine.request import Done, Event, Finished, Generation, Piece, PromptScored, Scored
-from swarm_plugins.web.protocol.counts import extension, usage
+from swarm_plugins.web.engine.request import Done, Event, Generation, Piece, PromptScored
+from swarm_plugins.web.protocol.answers import Answer, Ended, Said, Whole, read_answers, text_logprobs
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.protocol.fields import SamplingFields
-from swarm_plugins.web.protocol.logprobs import text_logprobs
 from swarm_plugins.web.protocol.prompts import Prompts
-from swarm_plugins.web.protocol.streams import event_stream, while_connected
+from swarm_plugins.web.protocol.streams import while_connected
+from swarm_plugins.web.protocol.tools import MessageReader
 
 _DEFAULT_TOKENS = 16
 """OpenAI's default length of a text completion."""
@@ -81,11 +79,10 @@ def completions_router(engine: Engine, prompts: Prompts) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def create(body: CompletionRequest, request: Request) -> Response:
         generations = await _generations(body, request, engine, prompts)
-        answer = _Answer(engine, body, generations)
-        events = while_connected(request, _together([engine.generate(one) for one in generations]))
-        if body.stream:
-            return await event_stream(answer.chunks(events))
-        return await answer.whole(events)
+        count = sum(one.n for one in generations)
+        events = while_connected(request, _as_one(engine, body, generations))
+        said = read_answers(events, [MessageReader(None) for _ in range(count)])
+        return await _TextAnswer(engine, body, count).response(said, stream=bool(body.stream))
 
     return router
 
@@ -139,98 +136,57 @@ async def _together(generations: Sequence[AsyncGenerator[Event, None]]) -> Async
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-class _Answer:
-    """Turns events into OpenAI's objects; choices are numbered prompt by prompt."""
-
-    def __init__(self, engine: Engine, body: CompletionRequest, generations: Sequence[Generation]) -> None:
-        self._tokenizer = engine.tokenizer
-        self._body = body
-        self._generations = generations
-        self._per_prompt = generations[0].n
-        self._head: dict[str, Any] = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model,
-        }
-
-    def _echoed(self, number: int) -> str:
-        if not self._body.echo:
-            return ""
-        prompt = self._body.prompts()[number]
-        if isinstance(prompt, str):
-            return prompt
-        return str(self._tokenizer.decode(list(self._generations[number].tokens), skip_special_tokens=False))
-
-    async def chunks(self, events: AsyncIterator[tuple[int, Event]]) -> AsyncIterator[Completion]:
-        """Yields the parts of a streamed answer."""
-        begun: set[int] = set()
-        ends = []
+async def _as_one(
+    engine: Engine, body: CompletionRequest, generations: Sequence[Generation]
+) -> AsyncGenerator[Event, None]:
+    """Yields all events as those of one generation, with echoes; answers are numbered prompt by prompt."""
+    per_prompt = generations[0].n
+    echoes: dict[int, str] = {}
+    if body.echo:
+        texts = [
+            prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt, skip_special_tokens=False))
+            for prompt in body.prompts()
+        ]
+        echoes = {index: texts[index // per_prompt] for index in range(per_prompt * len(texts))}
+    ends: list[Done] = []
+    async with contextlib.aclosing(_together([engine.generate(one) for one in generations])) as events:
         async for number, event in events:
+            first = number * per_prompt
             if isinstance(event, Done):
                 ends.append(event)
-                continue
-            first = number * self._per_prompt
-            all_of_it = range(first, first + self._per_prompt)
-            for index in all_of_it if isinstance(event, PromptScored) else (first + event.index,):
-                text = "" if index in begun else self._echoed(number)
-                begun.add(index)
-                if isinstance(event, Piece):
-                    text += event.text
-                yield self._part([{"index": index, "text": text, **self._rest(event)}])
-        if self._body.include_usage:
-            yield self._part([], **_counts(ends))
-
-    def _rest(self, event: Piece | Finished | PromptScored) -> dict[str, Any]:
-        if isinstance(event, Finished):
-            return {"finish_reason": event.reason, "logprobs": None}
-        logprobs = text_logprobs(self._tokenizer, event.scored) if event.scored else None
-        return {"finish_reason": None, "logprobs": logprobs}
-
-    def _part(self, choices: list[dict[str, Any]], **more: Any) -> Completion:
-        # A part says that its choice goes on, which OpenAI's type for whole answers does not foresee.
-        return Completion.model_construct(**self._head, choices=choices, **more)
-
-    async def whole(self, events: AsyncIterator[tuple[int, Event]]) -> JSONResponse:
-        """Returns the whole answer at once."""
-        count = self._per_prompt * len(self._generations)
-        texts = [self._echoed(index // self._per_prompt) for index in range(count)]
-        scored: list[list[Scored]] = [[] for _ in texts]
-        reasons: list[str] = ["length" for _ in texts]
-        ends: list[Done] = []
-        async for number, event in events:
-            first = number * self._per_prompt
-            if isinstance(event, PromptScored):
-                for index in range(first, first + self._per_prompt):
-                    scored[index] += event.scored
-            elif isinstance(event, Piece):
-                texts[first + event.index] += event.text
-                scored[first + event.index] += event.scored
-            elif isinstance(event, Finished):
-                reasons[first + event.index] = event.reason
+            elif isinstance(event, PromptScored):
+                for index in range(first, first + per_prompt):
+                    yield Piece(index, echoes.pop(index, ""), event.scored)
             else:
-                ends.append(event)
-        choices = [
-            {
-                "index": index,
-                "text": text,
-                "finish_reason": reasons[index],
-                "logprobs": None if self._body.logprobs is None else text_logprobs(self._tokenizer, scored[index]),
-            }
-            for index, text in enumerate(texts)
-        ]
-        return JSONResponse({**self._head, "choices": choices, **_counts(ends)})
-
-
-def _counts(ends: Sequence[Done]) -> dict[str, Any]:
-    """Returns the counts of all generations together."""
-    if not ends:
-        return {}
-    whole = Done(
+                index = first + event.index
+                if index in echoes:
+                    yield Piece(index, echoes.pop(index))
+                yield dataclasses.replace(event, index=index)
+    yield Done(
         prompt_tokens=sum(end.prompt_tokens for end in ends),
         cached_tokens=sum(end.cached_tokens for end in ends),
         new_tokens=sum(end.new_tokens for end in ends),
-        seconds=max(end.seconds for end in ends),
+        seconds=max((end.seconds for end in ends), default=0.0),
         servers=tuple(dict.fromkeys(peer for end in ends for peer in end.servers)),
     )
-    return {"usage": usage(whole), "swarm": extension(whole)}
+
+
+class _TextAnswer(Answer):
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+
+    def __init__(self, engine: Engine, body: CompletionRequest, count: int) -> None:
+        super().__init__(body.model, count, with_usage=body.include_usage)
+        self._tokenizer = engine.tokenizer
+        self._with_scores = body.logprobs is not None
+
+    def said(self, one: Said) -> dict[str, Any]:
+        scores = text_logprobs(self._tokenizer, one.scored) if one.scored else None
+        return {"text": one.part.text, "logprobs": scores}
+
+    def ended(self, one: Ended) -> dict[str, Any]:
+        return {"text": "", "logprobs": None}
+
+    def choice(self, whole: Whole) -> dict[str, Any]:
+        scores = text_logprobs(self._tokenizer, whole.scored) if self._with_scores else None
+        return {"text": whole.texts["content"], "logprobs": scores}

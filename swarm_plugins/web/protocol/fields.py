@@ -6,7 +6,6 @@ is a field that OpenAI does not know.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -129,13 +128,12 @@ class SamplingFields(Fields):
         """Whether a streamed answer ends with its counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, default: Sampling) -> Sampling:
+    def sampling(self, model: Any) -> Sampling:
         """Returns the model's own settings with those of this request."""
-        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-        if changes.get("top_p") == 0:
-            changes |= {"top_p": 1.0, "temperature": 0.0}
-        return dataclasses.replace(default, **changes)
+        chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        if self.top_p == 0:
+            chosen |= {"top_p": 1.0, "temperature": 0.0}
+        return default_sampling(model, **chosen)
 
     def stops(self) -> tuple[str, ...]:
         """Returns the texts that end an answer."""
@@ -146,7 +144,7 @@ class SamplingFields(Fields):
         chosen: dict[str, Any] = {"stop": self.stops(), **more}
         return Generation(
             tokens=tuple(tokens),
-            sampling=self.sampling(default_sampling(engine.models.base)),
+            sampling=self.sampling(engine.models.base),
             seed=self.seed,
             logit_bias=self.bias(engine.models.vocabulary),
             presence_penalty=self.presence_penalty or 0.0,

@@ -9,17 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from starlette.responses import JSONResponse, Response
 
 from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Done
+from swarm_plugins.web.protocol.answers import Ended, Said, extension, read_answers
 from swarm_plugins.web.protocol.chat_request import ChatRequest, prepare
-from swarm_plugins.web.protocol.counts import extension
 from swarm_plugins.web.protocol.errors import invalid
 from swarm_plugins.web.protocol.fields import Fields
-from swarm_plugins.web.protocol.messages import Ended, Said, read_messages
 from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.response_items import Items, chat_messages, chat_tools
 from swarm_plugins.web.protocol.streams import event_stream, while_connected
@@ -87,14 +86,6 @@ class ResponseRequest(Fields):
             raise invalid(error.errors()) from error
 
 
-class ResponseEvent(BaseModel):
-    """An event of a streamed response."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
 def responses_router(engine: Engine, prompts: Prompts) -> APIRouter:
     """Returns the route."""
     router = APIRouter()
@@ -104,7 +95,7 @@ def responses_router(engine: Engine, prompts: Prompts) -> APIRouter:
         chat = body.as_chat()
         prepared = await prepare(chat, tenant_of(request), engine, prompts)
         events = while_connected(request, engine.generate(prepared.generation))
-        said = read_messages(events, chat, prepared)
+        said = read_answers(events, prepared.readers())
         answer = _Answer(body)
         if body.stream:
             return await event_stream(answer.events(said), done=False)
@@ -144,7 +135,7 @@ class _Answer:
             "usage": None,
         }
 
-    async def events(self, said: AsyncIterator[Said | Ended | Done]) -> AsyncIterator[ResponseEvent]:
+    async def events(self, said: AsyncIterator[Said | Ended | Done]) -> AsyncIterator[dict[str, Any]]:
         """Yields a streamed response's events; at the end the response is whole."""
         yield self._event({"type": "response.created", "response": dict(self.response)})
         yield self._event({"type": "response.in_progress", "response": dict(self.response)})
@@ -160,9 +151,9 @@ class _Answer:
                 self.response |= {"usage": _usage(one), "swarm": extension(one)}
         yield self._event({"type": f"response.{self.response['status']}", "response": dict(self.response)})
 
-    def _event(self, event: dict[str, Any]) -> ResponseEvent:
+    def _event(self, event: dict[str, Any]) -> dict[str, Any]:
         self._number += 1
-        return ResponseEvent.model_validate({**event, "sequence_number": self._number - 1})
+        return {**event, "sequence_number": self._number - 1}
 
     def _end(self, ended: Ended) -> None:
         self.response["output"] = self._items.whole

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
 from swarm_plugins.web.protocol.errors import ClientLeftError, api_error
@@ -50,7 +49,7 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def event_stream(parts: AsyncIterator[BaseModel], *, done: bool = True) -> StreamingResponse:
+async def event_stream(parts: AsyncIterator[dict[str, Any]], *, done: bool = True) -> StreamingResponse:
     """Streams parts as server-sent events; an error on the way is one of them.
 
     Returns when the first part is there, so that an error before it gets its own status.
@@ -72,10 +71,7 @@ async def event_stream(parts: AsyncIterator[BaseModel], *, done: bool = True) ->
             return
         except Exception as error:  # noqa: BLE001  # the status is out: the client reads the error here
             body = api_error(error).body()
-            if done:
-                yield _lines(None, json.dumps(body))
-            else:
-                yield _lines("error", json.dumps({**body["error"], "type": "error", "sequence_number": number}))
+            yield _event(body if done else {**body["error"], "type": "error", "sequence_number": number})
         if done:
             yield "data: [DONE]\n\n"
 
@@ -83,9 +79,6 @@ async def event_stream(parts: AsyncIterator[BaseModel], *, done: bool = True) ->
     return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
 
-def _event(part: BaseModel) -> str:
-    return _lines(getattr(part, "type", None), part.model_dump_json(exclude_unset=True))
-
-
-def _lines(name: str | None, data: str) -> str:
-    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
+def _event(part: dict[str, Any]) -> str:
+    data = json.dumps(part, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {part['type']}\ndata: {data}\n\n" if "type" in part else f"data: {data}\n\n"

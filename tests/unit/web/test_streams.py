@@ -8,23 +8,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.web.protocol.responses import ResponseEvent
 from swarm_plugins.web.protocol.streams import event_stream
 
 
-class Plain(BaseModel):
-    text: str = "a"
-
-
-async def failing(first: BaseModel) -> AsyncIterator[BaseModel]:
+async def failing(first: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     yield first
     raise ConfigError("it cannot be done")
 
 
-def sent(first: BaseModel, *, done: bool) -> list[str]:
+def sent(first: dict[str, Any], *, done: bool) -> list[str]:
     async def collect() -> list[str]:
         response = await event_stream(failing(first), done=done)
         return [str(line) async for line in response.body_iterator]
@@ -37,14 +31,14 @@ def data_of(event: str) -> Any:
 
 
 def test_an_error_is_the_last_part_of_a_chat() -> None:
-    first, error, done = sent(Plain(text="a"), done=True)
+    first, error, done = sent({"text": "a"}, done=True)
     assert data_of(first) == {"text": "a"}
     assert data_of(error)["error"]["message"] == "it cannot be done"
     assert done == "data: [DONE]\n\n"
 
 
 def test_an_error_is_an_event_of_a_response() -> None:
-    first, error = sent(ResponseEvent(type="response.created"), done=False)
+    first, error = sent({"type": "response.created"}, done=False)
     assert first.startswith("event: response.created\n")
     assert error.startswith("event: error\n")
     found = data_of(error)
@@ -52,9 +46,9 @@ def test_an_error_is_an_event_of_a_response() -> None:
 
 
 def test_an_error_before_the_first_part_has_its_own_status() -> None:
-    async def parts() -> AsyncIterator[BaseModel]:
+    async def parts() -> AsyncIterator[dict[str, Any]]:
         raise ConfigError("never begun")
-        yield Plain()
+        yield {}
 
     with pytest.raises(ConfigError, match="never begun"):
         asyncio.run(event_stream(parts()))
