@@ -130,7 +130,6 @@ def test_a_request_names_no_directory_of_this_machine(
     ("change", "fault"),
     [
         ({"init_lora_weights": "olora"}, "sets init_lora_weights='olora', which changes the base"),
-        ({"init_lora_weights": "pissa_niter_4"}, "which changes the base"),
         ({"target_modules": "([a-z._0-9]+)*Z"}, "has a pattern as target_modules"),
         ({"rank_pattern": {"(a+)+b": 4}}, "has a pattern as rank_pattern"),
         ({"r": 4_000_000}, "has a rank above 4096"),
@@ -190,9 +189,8 @@ def test_a_copy_shares_all_tensors(model: Any) -> None:
     assert all(weight.data_ptr() in shared for weight in copied.parameters())
 
 
-@pytest.mark.parametrize("family", ["mixtral"])
-def test_an_offloaded_model_answers_many_at_once(family: str, tmp_path: Path, tokenizer: Any) -> None:
-    model: Any = load_offloaded(save_tiny(family, tmp_path / "moe")).eval()
+def test_an_offloaded_model_answers_many_at_once(tmp_path: Path, tokenizer: Any) -> None:
+    model: Any = load_offloaded(save_tiny("mixtral", tmp_path / "moe")).eval()
     alone = expected(model, tokenizer, 16)
     with served(create_app(model, copy.deepcopy(tokenizer), name="moe")) as url, client_of(url) as client:
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from typing import Any
 
 import httpx2
@@ -22,8 +20,10 @@ from starlette.routing import Mount
 from web_kit import client_of, served
 
 from swarm_plugins.testing import InProcessSwarm
+from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.web import ApiSettings, access, create_app
 from swarm_plugins.web.engine import run
+from swarm_plugins.web.engine.request import Scored
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a long story."}]
 # Never ends early, so that there is a middle to leave in.
@@ -37,18 +37,24 @@ def until(condition: Any) -> None:
         time.sleep(0.01)
 
 
+def post(url: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """Sends a request by hand; returns the connection, whose answer nobody has read."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_session(
     url: str, swarm: InProcessSwarm, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = {**ENDLESS, "stream": stream}
-    path, patience_s = f"{url}/v1/chat/completions", 60.0 if stream else 2.0
-    with (
-        contextlib.suppress(httpx2.TimeoutException),
-        httpx2.Client(timeout=patience_s) as client,
-        client.stream("POST", path, json=body) as answer,
-    ):
-        next(answer.iter_lines())
+    with post(url, "/v1/chat/completions", {**ENDLESS, "stream": stream}):
+        until(lambda: swarm.num_sessions > 0)
     until(lambda: swarm.num_sessions == 0)
     until(lambda: "running_requests 0.0" in httpx2.get(f"{url}/metrics").text)
     assert not caplog.records  # leaving is not a fault
@@ -56,38 +62,35 @@ def test_a_client_that_leaves_frees_its_session(
 
 def test_a_client_that_does_not_read_keeps_no_other_from_its_turn(model: Any, tokenizer: Any) -> None:
     wanted = {**ENDLESS, "stream": True, "n": 4, "logprobs": True, "top_logprobs": 20}
-    content = json.dumps(wanted).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     settings = ApiSettings(max_running=1)
-    with served(create_app(model, tokenizer, name="tiny", settings=settings)) as url, socket.socket() as silent:
-        host, port = url.removeprefix("http://").split(":")
-        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        silent.connect((host, int(port)))
-        silent.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        with client_of(url) as client:
-            until(lambda: "running_requests 1.0" in httpx2.get(f"{url}/metrics").text)
-            assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).choices
+    with (
+        served(create_app(model, tokenizer, name="tiny", settings=settings)) as url,
+        post(url, "/v1/chat/completions", wanted),
+        client_of(url) as client,
+    ):
+        until(lambda: "running_requests 1.0" in httpx2.get(f"{url}/metrics").text)
+        assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).choices
 
 
 def test_a_client_that_leaves_while_its_prompt_is_scored_ends_that(
-    model: Any, tokenizer: Any, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+    url: str, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scored, ended = run.Run._scored, threading.Event()
+    left, scored = threading.Event(), list[int]()
 
-    def scored_once_its_client_has_left(self: run.Run, *of: Any) -> Any:
-        assert self._answers.cancelled.wait(60)
-        with pytest.raises(CancelledError):
-            scored(self, *of)
-        ended.set()
-        raise CancelledError
+    def score(row: Any, token: int, top: int) -> Scored:
+        scored.append(token)
+        assert left.wait(30)
+        return Scored(token, 0.0)
 
-    monkeypatch.setattr(run.Run, "_scored", scored_once_its_client_has_left)
+    monkeypatch.setattr(run, "_SCORED_AT_ONCE", 1)
+    monkeypatch.setattr(run, "scored_of", score)
     body = {"model": "tiny", "prompt": [5] * 500, "max_tokens": 0, "echo": True, "logprobs": 0}
-    with served(create_app(model, tokenizer, name="tiny")) as url:
-        with pytest.raises(httpx2.TimeoutException), httpx2.Client(timeout=0.5) as client:
-            client.post(f"{url}/v1/completions", json=body)
-        assert ended.wait(60)
+    with post(url, "/v1/completions", body):
+        until(lambda: scored)
     until(lambda: swarm.num_sessions == 0)
+    left.set()
+    until(lambda: "running_requests 0.0" in httpx2.get(f"{url}/metrics").text)
+    assert len(scored) == 1
 
 
 def test_a_killed_server_leaves_a_streamed_answer_equal(tiny: Any, tokenizer: Any) -> None:
@@ -269,12 +272,18 @@ def test_metrics_count_what_the_api_and_its_client_did(url: str) -> None:
     assert "swarm_client_passes_total" in found
 
 
+def test_a_local_model_has_metrics_of_its_requests_but_none_of_servers(tokenizer: Any) -> None:
+    with served(create_app(tiny_model("llama"), tokenizer)) as url:
+        found = httpx2.get(f"{url}/metrics").text
+    assert "swarm_api_running_requests 0.0" in found
+    assert "process_resident_memory_bytes" in found
+    assert "swarm_client" not in found
+
+
 def test_a_request_that_stops_half_way_is_ended(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "_BODY_S", 0.1)
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
