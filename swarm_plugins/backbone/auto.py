@@ -18,8 +18,7 @@ from transformers import (
 
 from swarm_plugins.backbone.context import resolve_settings
 from swarm_plugins.backbone.injection import watch_injection
-from swarm_plugins.backbone.loading import load_remote
-from swarm_plugins.backbone.local_blocks import check_local_blocks
+from swarm_plugins.backbone.loading import check_local_blocks, load_remote
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.loading import class_for_task

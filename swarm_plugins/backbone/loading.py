@@ -1,25 +1,33 @@
-"""Builds HF's own model class with remote blocks; reads and holds only the client's share of the weights."""
+"""Builds HF's own model class with remote blocks; reads and holds only the client's share of the weights.
+
+Blocks at both ends may run here, so that servers see neither first nor last hidden states. They are HF's own layers
+with real weights. They need the masks of an attention implementation of their own, while remote blocks need the plain
+padding mask; see `register_attention`.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.backbone.attention import refuse_continuous_batching, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
-from swarm_plugins.backbone.local_blocks import keep_attention, local_tensors
 from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.checkpoint import (
     Checkpoint,
+    block_tensors,
     client_tensors,
     find_layers,
     layer_list_name,
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import take_generation_config
+from swarm_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
@@ -48,7 +56,7 @@ def load_remote(
         setattr(config, setting, value)
     with torch.device("meta"):
         path = layer_list_name(base_class(config))
-    local = local_tensors(checkpoint, path, stack.blocks)
+    local = _local_tensors(checkpoint, path, stack.blocks)
     model = model_from_tensors(
         base_class,
         config,
@@ -59,9 +67,44 @@ def load_remote(
         may_lack=lambda weight: not weight.startswith(f"{path}."),
     )
     model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper lacks the signature
-    attention = keep_attention(model, find_layers(model), stack.blocks) if local else None
+    attention = _keep_attention(model, find_layers(model), stack.blocks) if local else None
     model.set_attn_implementation(register_attention(attention))
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     probe_layer_loop(model.base_model, stack, device)
     take_generation_config(model, checkpoint)
     return model
+
+
+def check_local_blocks(local: tuple[int, int], num_blocks: int, name: str) -> None:
+    """Raises ConfigError if no block of a model would be remote."""
+    if sum(local) >= num_blocks:
+        raise ConfigError(
+            f"local_blocks={local} covers all {num_blocks} blocks of {name}: leave at least one to the swarm, or load "
+            "the model with transformers"
+        )
+
+
+def _local_tensors(checkpoint: Checkpoint, layer_path: str, remote: range) -> list[str]:
+    """Returns the checkpoint's names of the tensors of all blocks outside ``remote``.
+
+    Raises:
+        CheckpointError: If a block has no tensor.
+    """
+    num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+    parts = (range(remote.start), range(remote.stop, num_blocks))
+    return [name for part in parts if part for name in block_tensors(checkpoint, layer_path, part)]
+
+
+def _keep_attention(model: PreTrainedModel, layers: nn.ModuleList, remote: range) -> str:
+    """Gives local layers a config of their own that keeps the model's attention; returns its name."""
+    attention: str = model.config._attn_implementation
+    is_default = model.config._experts_implementation == "grouped_mm"
+    if is_default and model.device.type == "cpu" and model._can_set_experts_implementation():
+        model.set_experts_implementation("swarm_table")  # as on servers: the same bits, and faster there
+    copies: dict[int, PreTrainedConfig] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.modules() if index not in remote else ():
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig):
+                module.config = copies.setdefault(id(config), copy.deepcopy(config))  # type: ignore[assignment]
+    return attention

@@ -92,8 +92,7 @@ def print_status(
 def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, port: int) -> None:
     """Serves the page's view of the swarm until Ctrl-C."""
     from swarm_plugins.web.serving import listen, serve_app
-    from swarm_plugins.web.swarm_view.routes import watching_app
-    from swarm_plugins.web.swarm_view.source import SwarmSource
+    from swarm_plugins.web.swarm_state import SwarmSource, watching_app
 
     with listen(host, port) as listener, swarm_of(node).connection() as connection:
         app = watching_app(SwarmSource(connection, wanted=model, timeout_s=timeout_s))

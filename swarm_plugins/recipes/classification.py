@@ -63,12 +63,6 @@ class PromptClassifier(AdapterTuner):
         )
         self.model = put_on(base, self._adapter)
 
-    def forward(self, **batch: Tensor) -> Any:
-        """Returns HF's model output, with the loss if there are labels."""
-        if self.model is None:
-            raise RuntimeError("the model is loaded in configure_model, which a Trainer calls")
-        return self.model(**batch)
-
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Logs loss and accuracy of a held-out batch."""
         output = self(**batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def split_by_document(rows: Dataset, num_documents: int | None) -> tuple[Dataset
     Raises:
         ConfigError: If there are too few documents to hold one out.
     """
-    names = rows["document"] if "document" in rows.column_names else range(len(rows))
+    names = _documents(rows)
     documents = list(dict.fromkeys(names))
     if num_documents is not None and num_documents < len(documents):
         documents = [documents[index * len(documents) // num_documents] for index in range(num_documents)]
@@ -58,9 +59,7 @@ def split_by_document(rows: Dataset, num_documents: int | None) -> tuple[Dataset
         raise ConfigError(f"{len(documents)} document(s) cannot be split; at least 2 are needed, one of them held out")
     every = min(_HOLD_OUT_EVERY, len(documents))
     held_out = {name for index, name in enumerate(documents) if index % every == every // 2}
-    chosen = set(documents) - held_out
-    train = [index for index, name in enumerate(names) if name in chosen]
-    return rows.select(train), rows.select([index for index, name in enumerate(names) if name in held_out])
+    return _of_documents(rows, set(documents) - held_out), _of_documents(rows, held_out)
 
 
 def check_part(part: str) -> tuple[int, int]:
@@ -81,12 +80,21 @@ def one_part(rows: Dataset, number: int, of: int) -> Dataset:
     Raises:
         ConfigError: If there are none.
     """
-    names = rows["document"] if "document" in rows.column_names else range(len(rows))
-    documents = list(dict.fromkeys(names))
+    documents = list(dict.fromkeys(_documents(rows)))
     chosen = set(documents[number - 1 :: of])
     if not chosen:
         raise ConfigError(f"part {number}/{of} of {len(documents)} training document(s) is empty: take fewer parts")
-    return rows.select([index for index, name in enumerate(names) if name in chosen])
+    return _of_documents(rows, chosen)
+
+
+def _documents(rows: Dataset) -> Sequence[Any]:
+    """Returns the document of each row."""
+    found: Sequence[Any] = rows["document"] if "document" in rows.column_names else range(len(rows))
+    return found
+
+
+def _of_documents(rows: Dataset, chosen: Container[Any]) -> Dataset:
+    return rows.select([index for index, name in enumerate(_documents(rows)) if name in chosen])
 
 
 def _load(dataset: str) -> Dataset:

@@ -45,6 +45,12 @@ def _has_tokenizer(name: str) -> bool:
     return not path.is_dir() or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
+def context_tokens(model: Any) -> int:
+    """Returns how many tokens a model reads."""
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS)
+
+
 class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-ignore]  # has no annotations
     """Writes finished words in the generating thread: Ctrl-C ends the answer and leaves no thread behind."""
 
@@ -86,8 +92,7 @@ class Conversation:
         temperature: float | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        config = model.config.get_text_config(decoder=True)
-        context = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS
+        context = context_tokens(model)
         self._room = context - max_new_tokens
         if self._room < 1:
             raise ConfigError(

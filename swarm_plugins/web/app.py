@@ -26,8 +26,7 @@ from swarm_plugins.web.protocol.listing import models_router
 from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.responses import responses_router
 from swarm_plugins.web.settings import ApiSettings
-from swarm_plugins.web.swarm_view.routes import state_router
-from swarm_plugins.web.swarm_view.source import source_of
+from swarm_plugins.web.swarm_state import source_of, state_router
 
 _SWEEP_S = 5.0
 

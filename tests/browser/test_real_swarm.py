@@ -13,8 +13,7 @@ from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import connect
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.testing.models import save_tiny
-from swarm_plugins.web.swarm_view.routes import watching_app
-from swarm_plugins.web.swarm_view.source import SwarmSource
+from swarm_plugins.web.swarm_state import SwarmSource, watching_app
 
 pytestmark = [pytest.mark.browser, pytest.mark.swarm]
 

@@ -21,7 +21,6 @@ from torch import nn
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.web.engine.heads import SharedHead, share_head
 
-_DEFAULT_CONTEXT_TOKENS = 2048
 _ON_THE_HUB = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(@[\w.-]{1,100})?", re.ASCII)
 """What a request may name that was not given at the start: never a directory of this machine."""
 
@@ -63,12 +62,6 @@ class Models:
         self._loaded: OrderedDict[str, Any] = OrderedDict()
         """Those that requests have named, the least recently used one first."""
         self._lock = threading.Lock()
-
-    @property
-    def context_tokens(self) -> int:
-        """How many tokens the model reads."""
-        config = self.base.config.get_text_config(decoder=True)
-        return int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS)
 
     @property
     def vocabulary(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import anyio.to_thread
 
 from swarm_plugins.errors import one_line
+from swarm_plugins.talk.turns import context_tokens
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.protocol.errors import ApiError
 
@@ -22,7 +23,7 @@ class Prompts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        own = engine.models.context_tokens
+        own = context_tokens(engine.models.base)
         self.context = min(own, engine.settings.max_context_tokens or own)
 
     @functools.cached_property

@@ -12,8 +12,7 @@ from fastapi import FastAPI
 from hatchling.builders.wheel import WheelBuilder
 
 from swarm_plugins.web.page import page_router
-from swarm_plugins.web.swarm_view.routes import watching_app
-from swarm_plugins.web.swarm_view.source import State
+from swarm_plugins.web.swarm_state import State, watching_app
 
 ROOT = Path(__file__).parent.parent.parent.parent
 FOLDER = ROOT / "swarm_plugins" / "web" / "page"

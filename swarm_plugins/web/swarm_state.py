@@ -1,4 +1,4 @@
-"""Surveys a swarm while somebody looks, for any number of browsers at once."""
+"""The state of a swarm, for the page and for programs: surveyed only while somebody looks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from fastapi import APIRouter, FastAPI, Response
 from torch import nn
 
 from swarm_plugins import __version__
@@ -22,6 +23,7 @@ from swarm_plugins.errors import SwarmError, TransportError, one_line
 from swarm_plugins.survey import Joining, ModelStatus, ServerStatus, Surveyed, survey_node
 from swarm_plugins.transport.records import possible_round_trips
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
+from swarm_plugins.web.page import page_router
 
 if TYPE_CHECKING:
     from swarm_plugins.client.connection import SwarmConnection
@@ -39,6 +41,7 @@ _MAX_BLOCKS = 1024
 """Versions that claim more blocks are left out: what is drawn grows with them."""
 _MAX_GAPS = 64
 _MAX_ADAPTERS = 64
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 def source_of(model: nn.Module) -> SwarmSource | None:
@@ -194,3 +197,25 @@ class SwarmSource:
             "adapters": server.info.adapters[:_MAX_ADAPTERS],
             "ban": None if ban is None else ban._asdict(),
         }
+
+
+def state_router(source: SwarmSource) -> APIRouter:
+    """Returns the route ``/api/v1/state``: the swarm as JSON; 503 with the reason while no survey has succeeded."""
+    router = APIRouter()
+
+    @router.get("/api/v1/state", summary="Who serves which blocks")
+    async def state() -> Response:
+        found = await source.state()
+        status = 200 if found.is_known else 503
+        return Response(found.body, status_code=status, media_type="application/json", headers=_HEADERS)
+
+    return router
+
+
+def watching_app(source: SwarmSource) -> FastAPI:
+    """Returns an app that shows a swarm, and has no model to talk with."""
+    # FastAPI's own pages of documentation load scripts from other hosts.
+    app = FastAPI(title="swarm status", docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(state_router(source))
+    app.include_router(page_router(chat=False))
+    return app

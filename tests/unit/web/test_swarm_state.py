@@ -23,7 +23,7 @@ from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.versions import ModelVersion
-from swarm_plugins.web.swarm_view.source import State, SwarmSource
+from swarm_plugins.web.swarm_state import State, SwarmSource
 
 
 class Clock:
@@ -197,7 +197,7 @@ def test_a_survey_that_fails_keeps_what_was_known(connection: SwarmConnection, n
 def test_servers_that_never_answer_leave_the_others_their_turn(
     connection: SwarmConnection, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_plugins.web.swarm_view.source._SERVERS_S", 0.3)
+    monkeypatch.setattr("swarm_plugins.web.swarm_state._SERVERS_S", 0.3)
     asked = []
 
     async def open_never(peer: str, rpc: str, *, timeout_s: float) -> Any:

@@ -1,1 +1,0 @@
-"""The state of a swarm, for the page and for programs."""
