@@ -33,7 +33,7 @@ def _no_peers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_class_is_hf_s_own(remote, local, directory: Path) -> None:
     assert type(remote) is type(local)
-    assert remote.config.model_type == "mixtral"
+    assert remote.model.layers[0].swarm_stack.version == Checkpoint.open(directory).version
     assert remote.name_or_path == remote.config._name_or_path == local.config._name_or_path == str(directory)
     assert not remote.training
 
@@ -81,9 +81,8 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
         torch.testing.assert_close(remote(IDS).logits, local(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
-def test_dtype_is_that_of_local_weights_and_stand_ins(swarm: InProcessSwarm, directory: Path, dtype) -> None:
-    model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=dtype)
+def test_dtype_is_that_of_local_weights_and_stand_ins(swarm: InProcessSwarm, directory: Path) -> None:
+    model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.dtype == torch.bfloat16
 
@@ -111,12 +110,9 @@ def test_an_unknown_argument_is_named(swarm: InProcessSwarm, directory: Path) ->
         AutoSwarmModelForSequenceClassification.from_pretrained(directory, connection=swarm.connection, num_lables=5)
 
 
-@pytest.mark.parametrize("setting", ["num_hidden_layers", "num_experts_per_tok", "sliding_window"])
-def test_settings_that_servers_would_not_know_of_are_refused(
-    swarm: InProcessSwarm, directory: Path, setting: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"'{setting}' cannot be changed here: servers run the blocks"):
-        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, **{setting: 1})
+def test_settings_that_servers_would_not_know_of_are_refused(swarm: InProcessSwarm, directory: Path) -> None:
+    with pytest.raises(ConfigError, match="'num_experts_per_tok' cannot be changed here: servers run the blocks"):
+        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, num_experts_per_tok=1)
 
 
 def test_no_peers_is_found_before_anything_is_read(tmp_path: Path) -> None:
@@ -162,7 +158,3 @@ def test_an_architecture_without_a_head_of_the_kind_is_refused() -> None:
 def test_the_auto_classes_are_not_instantiated(auto: type) -> None:
     with pytest.raises(TypeError, match=rf"call {auto.__name__}\.from_pretrained"):
         auto()
-
-
-def test_the_checkpoint_s_version_is_the_one_asked_for(remote, directory: Path) -> None:
-    assert remote.model.layers[0].swarm_stack.version == Checkpoint.open(directory).version

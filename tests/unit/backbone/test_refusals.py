@@ -61,7 +61,6 @@ def test_other_kinds_of_adapters(remote: PreTrainedModel, kind: str) -> None:
 @pytest.mark.parametrize(
     ("init", "options"),
     [
-        ("pissa", {}),
         ("pissa_niter_4", {}),
         ("olora", {}),
         ("loftq", {"loftq_config": LoftQConfig()}),
@@ -81,17 +80,6 @@ def test_initialisations_that_read_nothing_work(remote: PreTrainedModel, init: s
     model = get_peft_model(remote, lora(init_lora_weights=init))
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("layer_replication", [(0, 2), (1, 4)]),
-    ],
-)
-def test_options_of_lora(remote: PreTrainedModel, option: str, value: object) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{option}=.* cannot work on remote blocks: .* leave it out"):
-        get_peft_model(remote, lora(**{option: value}))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +107,7 @@ def test_every_way_to_inject_is_watched(remote: PreTrainedModel) -> None:
 
 def test_a_refused_adapter_leaves_the_model_as_it_was(remote: PreTrainedModel) -> None:
     before = remote(IDS).logits
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedError, match=r"layer_replication=.* cannot work on remote blocks: .* leave it out"):
         get_peft_model(remote, lora(layer_replication=[(0, 2), (1, 4)]))
     assert torch.equal(remote(IDS).logits, before)
     assert get_peft_model(remote, lora()).get_nb_trainable_parameters()[0] > 0
@@ -154,22 +142,20 @@ def test_everything_works_on_the_modules_that_are_here(remote: PreTrainedModel, 
     assert all(parameter.grad is not None for parameter in trained)
 
 
-@pytest.mark.parametrize("safe_merge", [False, True])
 @pytest.mark.parametrize(
-    "config", [lora(), IA3Config(target_modules=TARGETS, feedforward_modules=[])], ids=["lora", "ia3"]
+    "config",
+    [
+        lora(),
+        IA3Config(target_modules=TARGETS, feedforward_modules=[]),
+        lora(target_modules=[], target_parameters=["experts.down_proj"]),
+    ],
+    ids=["lora", "ia3", "experts"],
 )
-def test_merging(remote: PreTrainedModel, config: PeftConfig, safe_merge: bool) -> None:
+def test_merging(remote: PreTrainedModel, config: PeftConfig) -> None:
     model = get_peft_model(remote, config)
-    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter unmerged"):
-        model.merge_adapter(safe_merge=safe_merge)
-    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter unmerged"):
-        model.merge_and_unload(safe_merge=safe_merge)
-
-
-def test_merging_into_experts(remote: PreTrainedModel) -> None:
-    model = get_peft_model(remote, lora(target_modules=[], target_parameters=["experts.down_proj"]))
-    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter unmerged"):
-        model.merge_and_unload()
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter unmerged"):
+            merge(safe_merge=True)
 
 
 def test_a_base_weight_set_trainable(remote: PreTrainedModel) -> None:
@@ -220,17 +206,13 @@ def get_peft_model_of(block: nn.Module) -> nn.Module:
     "use",
     [
         lambda weight: weight + 1,
-        lambda weight: weight.to(torch.float64),
         lambda weight: weight.data.clone(),
-        lambda weight: weight.detach(),
         lambda weight: torch.linalg.svd(weight),
-        lambda weight: weight.T @ weight,
         lambda weight: weight.copy_(torch.zeros(weight.shape)),
         lambda weight: weight.tolist(),
         lambda weight: setattr(weight, "data", torch.zeros(weight.shape)),
-        lambda weight: weight[0],
     ],
-    ids=["add", "cast", "clone", "detach", "svd", "matmul", "copy", "list", "set", "index"],
+    ids=["add", "clone", "svd", "copy", "list", "set"],
 )
 def test_values_of_weights_cannot_be_used(remote: PreTrainedModel, use: Callable[[nn.Parameter], object]) -> None:
     weight = remote.get_submodule("model.layers.1.self_attn.q_proj").weight

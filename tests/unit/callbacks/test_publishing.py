@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
+from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -45,12 +45,6 @@ def change(model: nn.Module) -> None:
         pytest.param(LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"), "mine", id="named"),
         pytest.param(LoraConfig(target_modules=["q_proj"]), "default", id="no-task"),
         pytest.param(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "default", id="head"),
-        pytest.param(
-            IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
-            "default",
-            id="ia3",
-        ),
-        pytest.param(PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "default", id="prompt"),
         pytest.param(PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "default", id="prefix"),
     ],
 )
@@ -232,13 +226,9 @@ def test_an_unknown_base_is_said(
         ({"finish_s": -1}, r"finish_s=-1 must be at least 0"),
         ({"eval_s": 0}, r"eval_s=0 must be above 0"),
         ({"base_model": "a/b/c"}, r"'a/b/c' cannot be the name of a repository"),
+        ({"repo_id": "me/my adapter"}, r"'me/my adapter' cannot be the name of a repository"),
     ],
 )
 def test_wrong_settings_are_named_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Publishing("me/adapter", **options)
-
-
-def test_an_impossible_repository_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"'me/my adapter' cannot be the name of a repository"):
-        Publishing("me/my adapter")
+        Publishing(**{"repo_id": "me/adapter", **options})

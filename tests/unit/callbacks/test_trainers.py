@@ -14,7 +14,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from swarm_plugins import HubAdapterCallback, HubAdapterTrainerCallback, load_adapter
-from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub import Manifest, RetryPlan
 from swarm_plugins.local_hub import LocalHub
 
@@ -29,11 +28,11 @@ pytestmark = [
 ]
 
 
-def tuner(pl: Any, base_dir: Path, *, fails_at: int | None = None, adapter: bool = True) -> Any:
+def tuner(pl: Any, base_dir: Path, *, fails_at: int | None = None) -> Any:
     class Tuner(pl.LightningModule):  # type: ignore[misc,name-defined]
         def configure_model(self) -> None:
             base = AutoModelForCausalLM.from_pretrained(base_dir)
-            self.model = get_peft_model(base, LoraConfig(target_modules=["q_proj"])) if adapter else base
+            self.model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             if fails_at is not None and self.global_step == fails_at:
@@ -97,19 +96,6 @@ def test_lightning_publishes_the_best_by_the_checkpoints_metric(hub: LocalHub, b
     assert state["HubAdapterCallback"] == {"best": callback.best}, "a resumed run goes on from the best value"
 
 
-def test_a_hub_that_is_down_does_not_stop_lightning(
-    hub: LocalHub, base_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.faults.is_down = True
-    pl = importlib.import_module(SPELLINGS[0])
-    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST)
-    run = trainer(pl, tmp_path, callback, enable_checkpointing=False)
-    run.fit(tuner(pl, base_dir), loader())
-    assert run.global_step == 4
-    assert callback.pushed == []
-    assert f"swarm push {callback.unpushed[0]}" in caplog.text
-
-
 @pytest.mark.parametrize(("step", "expected"), [(1, SystemExit), (2, RuntimeError)])
 def test_an_interrupted_run_leaves_its_adapter_on_disk(
     step: int, expected: type[BaseException], hub: LocalHub, base_dir: Path, tmp_path: Path
@@ -124,15 +110,6 @@ def test_an_interrupted_run_leaves_its_adapter_on_disk(
     signal.signal(signal.SIGINT, before)
     assert [folder.name for folder in callback.unpushed] == [f"step-{step:08d}-interrupted"]
     assert hub.requests == []
-
-
-def test_a_module_without_an_adapter_is_refused_before_the_first_step(
-    hub: LocalHub, base_dir: Path, tmp_path: Path
-) -> None:
-    pl = importlib.import_module(SPELLINGS[0])
-    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint)
-    with pytest.raises(ConfigError, match=r"Tuner has no adapter to publish: it holds no model made by PEFT"):
-        trainer(pl, tmp_path, callback).fit(tuner(pl, base_dir, adapter=False), loader())
 
 
 def test_a_trial_run_publishes_nothing(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
@@ -210,9 +187,3 @@ def test_transformers_goes_on_without_a_token(
     assert run.state.global_step == 4
     assert [folder.name for folder in callback.unpushed] == ["step-00000004-end"]
     assert "no valid token" in caplog.text
-
-
-def test_transformers_without_an_adapter_is_refused(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
-    callback = HubAdapterTrainerCallback("me/adapter", endpoint=hub.endpoint)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no adapter to publish"):
-        hf_trainer(AutoModelForCausalLM.from_pretrained(base_dir), tmp_path, callback).train()

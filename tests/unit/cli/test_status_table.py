@@ -12,16 +12,24 @@ from typer.testing import CliRunner
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.cli import app
 from swarm_plugins.cli.support.status_table import print_tables
-from swarm_plugins.survey import Joining, ModelStatus
+from swarm_plugins.survey import Joining, ModelStatus, ServerStatus
 from swarm_plugins.testing.models import save_tiny
 from tests.unit.table_kit import columns_of
 from tests.unit.test_survey import STATUS, server
 
 
-def test_table_names_peers_loads_and_missing_blocks() -> None:
+def printed(one: ModelStatus, width: int = 150, joining: Joining | None = None) -> str:
     out = io.StringIO()
-    print_tables([STATUS], Console(file=out, width=150))
-    text = out.getvalue()
+    print_tables([one], Console(file=out, width=width), joining)
+    return out.getvalue()
+
+
+def tiny(*servers: ServerStatus, num_blocks: int = 8) -> ModelStatus:
+    return ModelStatus("local-" + "0" * 40, "tiny", num_blocks, servers)
+
+
+def test_table_names_peers_loads_and_missing_blocks() -> None:
+    text = printed(STATUS)
     for word in ("tiny@local-", "QmOne", "0:4", "50%", "1.5 M of 2 M", "float32, int8", "unreachable", "joining"):
         assert word in text
     assert "coverage: 0:2 x1, 2:4 x2, 4:6 x1, 6:8 x0" in text
@@ -46,9 +54,7 @@ def test_a_directory_of_that_version_that_is_here_is_named_in_the_command(
 
 def printed_gap(model: str, version: str) -> str:
     """Returns the command for the second half of a model of eight blocks."""
-    out = io.StringIO()
-    print_tables([ModelStatus(version, model, 8, [server("QmOne", 0, 4)])], Console(file=out, width=150))
-    return out.getvalue().splitlines()[-1]
+    return printed(ModelStatus(version, model, 8, [server("QmOne", 0, 4)])).splitlines()[-1]
 
 
 def test_table_shows_spans_in_motion() -> None:
@@ -57,9 +63,7 @@ def test_table_shows_spans_in_motion() -> None:
         server("QmCame", 4, 8, leaving=(0, 4)),
         server("QmDropped", 2, 6, state="joining", target=(2, 6)),
     ]
-    out = io.StringIO()
-    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
-    rows = out.getvalue().splitlines()
+    rows = printed(tiny(*servers)).splitlines()
     for peer, blocks in (("QmGoing", "0:4 > 4:8"), ("QmCame", "0:4 > 4:8"), ("QmDropped", " 2:6 ")):
         assert any(peer in row and blocks in row for row in rows)
 
@@ -69,9 +73,7 @@ def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
         server("QmOwner", 0, 8, needs=((0, 8, 0, 4),)),
         server("QmHolder", 0, 8, experts=(0, 2), slice=(0, 1)),
     ]
-    out = io.StringIO()
-    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
-    text = out.getvalue()
+    text = printed(tiny(*servers))
     assert "QmOwner fetches experts 0:4 of blocks 0:8\n" in text
     assert "QmHolder holds experts 0:2 of blocks 0:8, slice 0/1 of each\n" in text
     assert "coverage: 0:8 x1" in text
@@ -79,20 +81,13 @@ def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
     assert "  swarm serve PATH/TO/tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
 
 
-def test_table_names_servers_that_refuse_what_others_push() -> None:
-    servers = [server("QmAttacked", 0, 8, refused_pushes=7), server("QmCalm", 0, 8)]
-    out = io.StringIO()
-    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
-    remarks = [line for line in out.getvalue().splitlines() if "pushed" in line]
-    assert remarks == ["QmAttacked refused hidden states that other servers pushed, late or not allowed: 7"]
-
-
-def test_table_names_servers_that_run_forwards_twice() -> None:
-    servers = [server("QmScarce", 0, 8, unkept_graphs=3), server("QmAmple", 0, 8)]
-    out = io.StringIO()
-    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
-    remarks = [line for line in out.getvalue().splitlines() if "--activation-bytes" in line]
-    assert remarks == ["QmScarce ran forwards again for their backward: 3; more --activation-bytes would save it that"]
+def test_table_names_servers_that_refuse_pushes_or_run_forwards_twice() -> None:
+    servers = [server("QmAttacked", 0, 8, refused_pushes=7), server("QmScarce", 0, 8, unkept_graphs=3)]
+    lines = printed(tiny(*servers, server("QmCalm", 0, 8))).splitlines()
+    assert [line for line in lines if "pushed" in line or "--activation-bytes" in line] == [
+        "QmAttacked refused hidden states that other servers pushed, late or not allowed: 7",
+        "QmScarce ran forwards again for their backward: 3; more --activation-bytes would save it that",
+    ]
 
 
 def test_table_says_once_that_a_server_cannot_be_reached() -> None:
@@ -102,9 +97,7 @@ def test_table_says_once_that_a_server_cannot_be_reached() -> None:
         "QmLiar": "it announced a model of 8 blocks, and says 4",
     }
     servers = [replace(server(peer, 0, 8, is_reachable=False), reason=reason) for peer, reason in reasons.items()]
-    out = io.StringIO()
-    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
-    lines = out.getvalue().splitlines()
+    lines = printed(tiny(*servers)).splitlines()
     assert "QmGone cannot be reached: its address is not known" in lines
     assert "QmSlow has not answered within 5 s" in lines
     assert "QmLiar is not used: it announced a model of 8 blocks, and says 4" in lines
@@ -119,10 +112,7 @@ def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
     }
     servers = [server(ids[0], 100, 126, **full), server(ids[1], 101, 126, is_reachable=False)]
     address = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
-    out = io.StringIO()
-    table = ModelStatus("c" * 40, "org/tiny", 126, servers)
-    print_tables([table], Console(file=out, width=80), Joining((address,)))
-    lines = out.getvalue().splitlines()
+    lines = printed(ModelStatus("c" * 40, "org/tiny", 126, servers), 80, Joining((address,))).splitlines()
     row = next(line for line in lines if "abcd1234" in line)
     for word in ("100:126", "online", "46.6 k of 46.6 k"):
         assert word in row
@@ -132,10 +122,8 @@ def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
 
 
 def test_a_terminal_narrower_than_the_table_folds_it() -> None:
-    servers = [server("QmOne", 100, 126, free_kv_tokens=46_600, total_kv_tokens=46_700)]
-    out = io.StringIO()
-    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 126, servers)], Console(file=out, width=40))
-    peer, blocks, *_, load, free = columns_of(out.getvalue())
+    one = server("QmOne", 100, 126, free_kv_tokens=46_600, total_kv_tokens=46_700)
+    peer, blocks, *_, load, free = columns_of(printed(tiny(one, num_blocks=126), 40))
     assert (peer, blocks, load, free) == ("peerQmOne", "blocks100:126", "load0%", "freeKVtokens46.6kof46.7k")
 
 

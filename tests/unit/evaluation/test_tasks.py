@@ -109,7 +109,6 @@ def test_the_digest_covers_file_includes_data_and_code_but_not_the_place(tmp_pat
     "data",
     [
         pytest.param("dataset_path: ./data", id="a folder"),
-        pytest.param("dataset_path: data", id="a folder without a slash"),
         pytest.param("dataset_path: {folder}/data", id="a folder by its whole path"),
         pytest.param("dataset_path: ./data\ndataset_kwargs: {{data_files: {{test: more/test.jsonl}}}}", id="its files"),
         pytest.param("dataset_path: .\ndataset_kwargs: {{data_dir: data}}", id="a folder in it"),
@@ -117,7 +116,6 @@ def test_the_digest_covers_file_includes_data_and_code_but_not_the_place(tmp_pat
         pytest.param(
             "dataset_path: json\ndataset_kwargs: {{data_dir: data, data_files: more/*.jsonl}}", id="some of them"
         ),
-        pytest.param("dataset_path: json\ndataset_kwargs: {{data_files: 'data/**'}}", id="all below"),
         pytest.param("dataset_path: json\ndataset_kwargs: {{data_files: {folder}/data/more/test.jsonl}}", id="a path"),
     ],
 )
@@ -204,7 +202,7 @@ def test_templates_reach_no_internals() -> None:
         assert "str" in lm_eval.utils.apply_template(template, {"question": "a"})
 
 
-@pytest.mark.parametrize("before", [None, "", "0", "1"])
+@pytest.mark.parametrize("before", [None, "0"])
 def test_the_environment_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
     with monkeypatch.context() as changes:
         changes.delenv("DISABLE_MULTIPROC", raising=False)
