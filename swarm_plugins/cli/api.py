@@ -20,11 +20,12 @@ from swarm_plugins.cli.support.arguments import (
     require_addresses,
     swarm_of,
 )
+from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.model_names import check_model_name
 from swarm_plugins.noise import quiet_command
-from swarm_plugins.sizes import parse_bytes
+from swarm_plugins.web.settings import ApiSettings
 
 if TYPE_CHECKING:
     from swarm_plugins.talk.loading import LoadedModel
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 _MAX_KEYS_CHARS = 1 << 20
 
 
+@options_of(ApiSettings, without=("api_keys",))
 def api(
+    given: Given,
     context: typer.Context,
     model: Model,
     initial_peers: Peers = None,
@@ -54,9 +57,6 @@ def api(
         list[str] | None,
         typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter that requests can name: model=MODEL:ADAPTER; repeatable."),
     ] = None,
-    load_adapters: Annotated[
-        bool, typer.Option("--load-adapters", help="Let requests name any adapter on the Hub.")
-    ] = False,
     name: Annotated[
         str | None, typer.Option(help="The model's name in requests. Default: its id, or its directory's last part.")
     ] = None,
@@ -73,33 +73,17 @@ def api(
     api_key_file: Annotated[
         Path | None, typer.Option(help="Keys that clients have to show, one a line.", dir_okay=False)
     ] = None,
-    max_running: Annotated[int, typer.Option(min=1, help="Requests that generate at once.")] = 8,
-    max_running_per_key: Annotated[int, typer.Option(min=1, help="Requests of one key at once.")] = 8,
-    max_context_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Longest prompt and answer together. Default: what the model reads.")
-    ] = None,
-    cache_bytes: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Keys and values of conversations kept for their next turn; 0: none."),
-    ] = "1GiB",
 ) -> None:
     """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
     quiet_command()
-    with one_sentence_errors("api", OFFLOAD_WORDS), contextlib.ExitStack() as stack:
+    with one_sentence_errors("api", OFFLOAD_WORDS | words_of(ApiSettings)), contextlib.ExitStack() as stack:
         # Checked before what takes seconds to import.
         node = client_node(_peers(context, initial_peers, offload, local_swarm), discovery, secret_file, identity)
         check_model_name(model)
+        keys = (*(api_key or ()), *_keys(api_key_file))
+        settings = ApiSettings(api_keys=keys, **parsed(ApiSettings, given))
         from swarm_plugins.web.serving import is_loopback, listen, serve_app
-        from swarm_plugins.web.settings import ApiSettings
 
-        settings = ApiSettings(
-            api_keys=(*(api_key or ()), *_keys(api_key_file)),
-            max_running=max_running,
-            max_running_per_key=max_running_per_key,
-            max_context_tokens=max_context_tokens,
-            cache_bytes=parse_bytes(cache_bytes),
-            load_adapters=load_adapters,
-        )
         # Before what takes minutes.
         listener = stack.enter_context(listen(host, port))
         if not settings.api_keys and not is_loopback(listener):
@@ -107,9 +91,9 @@ def api(
         if local_swarm is not None:
             from swarm_plugins.local_swarm import LocalSwarm
 
-            shared = {"revision": revision, "secret_file": secret_file}
-            given: dict[str, Any] = {option: value for option, value in shared.items() if value is not None}
-            swarm = stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **given))
+            options: dict[str, Any] = {"revision": revision, "secret_file": secret_file}
+            shared = {name: value for name, value in options.items() if value is not None}
+            swarm = stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **shared))
             node = dataclasses.replace(node, initial_peers=tuple(swarm.initial_peers))
         loaded = _load(model, node, offload, revision)
         from swarm_plugins.web.app import create_app
@@ -152,8 +136,6 @@ def _keys(file: Path | None) -> tuple[str, ...]:
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys:
         raise ConfigError(f"{file} has no key: write one a line")
-    from swarm_plugins.web.settings import ApiSettings
-
     try:
         return ApiSettings(api_keys=keys).api_keys
     except ConfigError as exc:

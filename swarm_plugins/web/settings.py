@@ -15,19 +15,19 @@ class ApiSettings:
     """Every request must carry one of these keys, as ``Authorization: Bearer KEY``. Empty: no key is needed."""
 
     max_running: int = 8
-    """Requests that generate at once; further ones wait their turn."""
+    """Requests that generate at once; 64 further ones wait their turn."""
 
     max_running_per_key: int = 8
     """Requests of one key that generate or wait at once."""
 
     max_context_tokens: int | None = None
-    """Longest prompt and answer together. None: what the model can read."""
+    """Longest prompt and answer together. None: what the model reads."""
 
     cache_bytes: int = 1 << 30
     """Most bytes of keys and values in all conversations kept for their next turn, here or on servers."""
 
     load_adapters: bool = False
-    """Whether a request may name any adapter on the Hub. If not, those given at the start are all."""
+    """Let requests name any adapter on the Hub, and not only those given at the start."""
 
     def __post_init__(self) -> None:
         bounds = {"max_running": 1, "max_running_per_key": 1, "cache_bytes": 0}

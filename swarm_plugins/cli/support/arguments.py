@@ -68,7 +68,7 @@ def swarm_of(node: NodeConfig) -> SwarmSettings:
     from swarm_plugins.backbone.context import SwarmSettings
     from swarm_plugins.client.config import SwarmConfig
 
-    config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity_path)
+    config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity)
     return SwarmSettings(initial_peers=node.initial_peers, config=config)
 
 
