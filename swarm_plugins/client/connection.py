@@ -276,12 +276,7 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
 
 
 async def _open_lasting(config: NodeConfig) -> Network:
-    async def start_node() -> SwarmNode:
-        node = SwarmNode(config)
-        await node.start()
-        return node
-
-    network = LastingNetwork(start_node)
+    network = LastingNetwork(SwarmNode(config))
     await network.start()
     return network
 

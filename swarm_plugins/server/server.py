@@ -40,6 +40,7 @@ from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.transport.counts import StreamCounts
+from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -156,11 +157,7 @@ class SwarmServer:
         weights = await in_thread(lambda: hosted_weights(checkpoint, config))
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         named = config.span_of(num_blocks)
-        self._presence = Presence(
-            config.node(),
-            every_s=config.announce_every_s,
-            ledger=self._ledger,
-        )
+        self._presence = Presence(SwarmNode(config.node(), ledger=self._ledger), every_s=config.announce_every_s)
         await self._presence.start()
         if on_joined is not None:
             on_joined(self)

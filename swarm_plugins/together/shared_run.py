@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from swarm_plugins.errors import CheckpointError, ProtocolError, SwarmError, one_line
+from swarm_plugins.together.blobs import RPC
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.node import RunNode
 from swarm_plugins.together.outer import Array, SharedState, read_state, write_update
@@ -19,6 +20,7 @@ from swarm_plugins.together.signing import Seal, run_hash
 from swarm_plugins.together.tensors import TrainedTensors
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.loop import LoopThread
+from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.run_messages import RunSpec
 
 log = logging.getLogger(__name__)
@@ -118,10 +120,15 @@ class SharedRun:
         log.info("joined run %s: round %d, %d peer(s)", self.run_id, progress.round, progress.peers)
 
     async def _join(self, own: SharedState) -> RunPeer:
-        self._node = RunNode(self._node_config)
-        identity = await self._node.start()
+        self._node = RunNode(SwarmNode(self._node_config))
+        await self._node.start()
         config = self._config
-        seal = Seal(run_hash(self.run_id), identity, allowed_peers=config.allowed_peers, secret_file=config.secret_file)
+        seal = Seal(
+            run_hash(self.run_id),
+            self._node.identity,
+            allowed_peers=config.allowed_peers,
+            secret_file=config.secret_file,
+        )
         peer = RunPeer(
             self.run_id,
             seal,
@@ -132,7 +139,7 @@ class SharedRun:
             config=config,
         )
         peer.begin(own)
-        await self._node.serve(peer.answer)
+        await self._node.serve({RPC: peer.answer})
         try:
             await peer.join()
         except BaseException:

@@ -108,12 +108,8 @@ def test_a_client_sees_a_server_again_that_was_restarted(tmp_path: Path) -> None
             peers = await server.addresses()
             await server.announce(INFO, 60.0)
 
-            async def join() -> SwarmNode:
-                node = SwarmNode(NodeConfig(initial_peers=peers, host_maddrs=()))
-                await node.start()
-                return node
-
-            network = LastingNetwork(join)
+            network = LastingNetwork(SwarmNode(NodeConfig(initial_peers=peers, host_maddrs=())))
+            await network.start()
             assert await sees(network, server.peer_id)
         try:
             # Calls in vain, after each of which libp2p waits longer.
@@ -155,7 +151,7 @@ def test_servers_that_lost_each_other_are_one_swarm_again() -> None:
 @contextlib.asynccontextmanager
 async def presence(*initial_peers: str) -> AsyncIterator[Presence]:
     """A server as `swarm serve` keeps it in the swarm, without blocks."""
-    server = Presence(NodeConfig(initial_peers=initial_peers), every_s=1.0, ttl_s=60.0)
+    server = Presence(SwarmNode(NodeConfig(initial_peers=initial_peers)), every_s=1.0)
     await server.start()
     try:
         await server.serve({"rpc_forward": echo})
@@ -192,12 +188,8 @@ def test_killed_daemons_come_back_under_their_names_and_no_server_is_an_island()
             both = (first.peer_id, second.peer_id)
             found = {server: await server.addresses() for server in (first, second)}
 
-            async def join() -> SwarmNode:
-                node = SwarmNode(NodeConfig(initial_peers=peers, host_maddrs=()))
-                await node.start()
-                return node
-
-            network = LastingNetwork(join)
+            network = LastingNetwork(SwarmNode(NodeConfig(initial_peers=peers, host_maddrs=())))
+            await network.start()
             assert await sees(network, *both)
             try:
                 for server in (first, second):

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol, Self
+from typing import Protocol
 
-from swarm_plugins.errors import SwarmError, TransportError
+from swarm_plugins.errors import SwarmError
 from swarm_plugins.transport.channel import BackoffError, Channel, Directory, Transport
 from swarm_plugins.transport.counts import StreamCounts
+from swarm_plugins.transport.lasting import LastingNode
+from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -37,75 +38,19 @@ class Network(Transport, Directory, Protocol):
         ...
 
 
-class Node(Network, Protocol):
-    """A network that can die: a `SwarmNode`."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its daemon runs."""
-        ...
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether none of the peers that it knew answers any more."""
-        ...
-
-    @property
-    def num_opened(self) -> int:
-        """Number of open streams."""
-        ...
-
-    async def models(self) -> dict[str, ModelInfo]:
-        """Returns all announced model versions, by version."""
-        ...
-
-    def successor(self) -> Self:
-        """Returns a node to start in its place."""
-        ...
-
-    async def start(self) -> None:
-        """Starts it."""
-        ...
-
-
-class LastingNetwork:
-    """A network that replaces its node when that is of no use any more, so that long runs survive outages.
+class LastingNetwork(LastingNode):
+    """A node that is also replaced when it is of no use any more, so that long runs survive outages.
 
     libp2p waits longer and longer, minutes at last, before it calls a lost peer again; a new node calls at once.
     """
 
-    def __init__(self, start_node: Callable[[], Awaitable[Node]]) -> None:
-        self._start_node = start_node
-        self._node: Node | None = None
-        self._retired: list[Node] = []
-        self._lock = asyncio.Lock()
-        self._renewal: asyncio.Task[None] | None = None
-        self._renewed_at = float("-inf")
+    def __init__(self, node: SwarmNode) -> None:
+        super().__init__(node)
+        self._retired: list[SwarmNode] = []
+        self._attempt: asyncio.Task[None] | None = None
+        self._tried_at = float("-inf")
         self._said_at = float("-inf")
         self._pause_s = _RENEWAL_PAUSE_S
-
-    @property
-    def counts(self) -> StreamCounts:
-        """What the streams of all nodes have carried so far."""
-        return StreamCounts() if self._node is None else self._node.counts
-
-    async def start(self) -> None:
-        """Starts the first node."""
-        await self.node()
-
-    async def node(self) -> Node:
-        """Returns the node in use; a new one if its daemon has died."""
-        if self._node is not None and self._node.is_alive:
-            return self._node
-        async with self._lock:
-            if self._node is None:
-                self._node = await self._start_node()
-            elif not self._node.is_alive:
-                log.warning("the libp2p daemon of this client has died; starting a new one")
-                node = await _started(self._node.successor())
-                dead, self._node = self._node, node
-                await _closed(dead)
-            return self._node
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel; see `Transport`."""
@@ -137,19 +82,19 @@ class LastingNetwork:
         newer = await self._instead_of(node, None)
         return found if newer is node else await newer.models()
 
-    async def _instead_of(self, node: Node, timeout_s: float | None) -> Node:
+    async def _instead_of(self, node: SwarmNode, timeout_s: float | None) -> SwarmNode:
         """Returns a newer node if there is one by then, else the same; one attempt at a time serves all callers."""
-        if self._node is node and self._renewal is None and time.monotonic() - self._renewed_at > self._pause_s:
-            self._renewal = asyncio.create_task(self._renew(node), name="start another node")
-        if self._renewal is not None:
-            await asyncio.wait({self._renewal}, timeout=timeout_s)
-        return self._node or node
+        if self._node is node and self._attempt is None and time.monotonic() - self._tried_at > self._pause_s:
+            self._attempt = asyncio.create_task(self._try(node), name="start another node")
+        if self._attempt is not None:
+            await asyncio.wait({self._attempt}, timeout=timeout_s)
+        return self._node
 
-    async def _renew(self, node: Node) -> None:
+    async def _try(self, node: SwarmNode) -> None:
         """Starts another node, which replaces this one if it finds any peer."""
-        is_first = time.monotonic() - self._renewed_at > _CALM_S
+        is_first = time.monotonic() - self._tried_at > _CALM_S
         try:
-            newer = await _started(node.successor())
+            newer = await self._started_successor()
             if newer.is_alone or self._node is not node:
                 await newer.close()
                 return
@@ -167,40 +112,27 @@ class LastingNetwork:
             log.debug("cannot join again: %s", exc)
         finally:
             self._pause_s = _RENEWAL_PAUSE_S if is_first else min(2 * self._pause_s, _LONGEST_RENEWAL_PAUSE_S)
-            self._renewed_at = time.monotonic()
-            self._renewal = None
+            self._tried_at = time.monotonic()
+            self._attempt = None
 
     async def _close_unused(self) -> None:
         keep = [node for node in self._retired if node.is_alive and node.num_opened][-_MAX_RETIRED:]
         unused = [node for node in self._retired if node not in keep]
         self._retired = keep
-        for node in unused:
-            await _closed(node)
+        await _close(unused)
 
     async def close(self) -> None:
         """Leaves the network. Idempotent."""
-        renewal = self._renewal
-        if renewal is not None:
-            renewal.cancel()
-            await asyncio.wait({renewal})
-        async with self._lock:
-            nodes = [*self._retired, *([] if self._node is None else [self._node])]
-            self._node, self._retired = None, []
-        for node in nodes:
-            await _closed(node)
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel()
+            await asyncio.wait({attempt})
+        retired, self._retired = self._retired, []
+        await _close(retired)
+        await super().close()
 
 
-async def _started(node: Node) -> Node:
-    """Starts a node; raises TransportError if that fails for whatever reason."""
-    try:
-        await node.start()
-    except TransportError:
-        raise
-    except SwarmError as exc:
-        raise TransportError(f"this client cannot join the swarm again: {exc}") from exc
-    return node
-
-
-async def _closed(node: Node) -> None:
-    with contextlib.suppress(SwarmError):
-        await node.close()
+async def _close(nodes: list[SwarmNode]) -> None:
+    for node in nodes:
+        with contextlib.suppress(SwarmError):
+            await node.close()

@@ -33,7 +33,7 @@ class Node(LocalTransport):
         self.lost = lost
         self.backoff = False
 
-    def successor(self) -> Node:
+    def successor(self, *, same_ports: bool = True) -> Node:
         self.made.append(Node(self.made, lost=self.lost))
         self.made[-1].can_start = self.can_start
         return self.made[-1]
@@ -59,12 +59,8 @@ Body = Callable[[LastingNetwork, list[Node]], Awaitable[None]]
 def run(body: Body) -> None:
     async def main() -> None:
         made: list[Node] = []
-
-        async def start() -> Node:
-            made.append(Node(made))
-            return made[-1]
-
-        network = LastingNetwork(start)
+        made.append(Node(made))
+        network = LastingNetwork(made[0])  # type: ignore[arg-type]
         await network.start()
         try:
             await body(network, made)
@@ -93,7 +89,7 @@ def test_a_node_that_sees_nobody_is_replaced_once_another_sees_somebody() -> Non
         made[0].is_alone = made[0].lost = True
         await asyncio.gather(*(network.servers("v", 4) for _ in range(5)), network.models())
         assert [node.num_closed for node in made] == [0, 1]
-        made[0].lost, network._renewed_at = False, float("-inf")
+        made[0].lost, network._tried_at = False, float("-inf")
         await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
         await network.servers("v", 4)
         assert [node.num_closed for node in made] == [1, 1, 0]
@@ -125,11 +121,11 @@ def test_a_peer_that_is_gone_for_good_costs_ever_fewer_nodes(caplog: pytest.LogC
                     await network.open("gone", "rpc_forward", timeout_s=5)
                 made[-1].backoff = True
             pauses.append(network._pause_s)
-            network._renewed_at -= network._pause_s
+            network._tried_at -= network._pause_s
         assert pauses == [1.0, 2.0, 2.0, 2.0]
         assert len(made) == 5
         for said_s, times in ((60.0, 1), (301.0, 2)):
-            network._renewed_at -= 60.0
+            network._tried_at -= 60.0
             network._said_at -= said_s
             made[-1].backoff = True
             with pytest.raises(TransportError):
@@ -142,21 +138,15 @@ def test_a_peer_that_is_gone_for_good_costs_ever_fewer_nodes(caplog: pytest.LogC
 
 def test_a_node_that_starts_slowly_holds_up_no_other_call() -> None:
     class Slow(Node):
-        def successor(self) -> Node:
+        def successor(self, *, same_ports: bool = True) -> Node:
             node = super().successor()
             node.start = lambda: asyncio.sleep(60)  # type: ignore[method-assign]
             return node
 
     async def main() -> None:
-        made: list[Node] = []
-
-        async def start() -> Node:
-            return Slow(made)
-
-        network = LastingNetwork(start)
+        slow = Slow([])
+        network = LastingNetwork(slow)  # type: ignore[arg-type]
         await network.start()
-        slow = network._node
-        assert isinstance(slow, Slow)
         slow.is_alone = True
         looking = asyncio.create_task(network.servers("v", 4))
         await asyncio.sleep(0.05)
