@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.transport.limits import DEFAULT_LIMITS
+from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 
 
 def tokens_per_message(inputs: SpanInputs) -> int:
@@ -13,7 +13,7 @@ def tokens_per_message(inputs: SpanInputs) -> int:
     num_blocks = len(inputs.blocks)
     num_states = (num_blocks if inputs.collects_inner else 1) + (num_blocks if inputs.collect_router else 0)
     token_bytes = inputs.hidden.shape[-1] * inputs.hidden.element_size()
-    return max(1, DEFAULT_LIMITS.max_message_bytes // (num_states * token_bytes))
+    return max(1, MAX_MESSAGE_BYTES // (num_states * token_bytes))
 
 
 def chunks_within(inputs: SpanInputs, max_tokens: int) -> int:

@@ -27,7 +27,7 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.routing import Share
-from swarm_plugins.transport.limits import DEFAULT_LIMITS
+from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Holders:
     async def _ask_holder(self, rows: ExpertRows, share: Share) -> dict[int, Tensor]:
         """Returns a holder's answer by expert."""
         width = rows.hidden.shape[1]
-        limit = max(1, DEFAULT_LIMITS.max_message_bytes // (3 * width * rows.hidden.element_size()))
+        limit = max(1, MAX_MESSAGE_BYTES // (3 * width * rows.hidden.element_size()))
         limit = min(limit, self.view.max_rows(share.holder.peer) or limit)
         num_rows = sum(rows.num_rows(expert) for expert in share.experts)
         chunks = _chunks(rows, share, limit)

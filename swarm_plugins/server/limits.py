@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from swarm_plugins.transport.limits import DEFAULT_LIMITS
+from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 
-MAX_ANSWER_BYTES = DEFAULT_LIMITS.max_message_bytes
+MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES
 """Largest size of the tensors in one answer; clients refuse larger messages."""
 MAX_SESSIONS_OF_PEER = 96
 """Sessions that one peer may hold open; each also holds a stream."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from swarm_plugins.errors import ConfigError, RemoteError, TransportError
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, StrangerError, load_secret
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
@@ -20,7 +21,6 @@ from swarm_plugins.transport.daemon.process import Daemon, start_daemon
 from swarm_plugins.transport.dht import SwarmDHT
 from swarm_plugins.transport.guards import install_guards
 from swarm_plugins.transport.identity import Identity, IdentityFile
-from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, open_stream, protocol_name
 from swarm_plugins.transport.reach.addresses import peer_id_in, with_port
 from swarm_plugins.transport.reach.relays import Relays
@@ -45,8 +45,7 @@ class SwarmNode:
     Args:
         config: Settings. None: the defaults.
         known_peers: Addresses of further peers to call; unlike without the initial ones, it starts if none answers.
-        limits: Bounds on messages and streams.
-        ledger: Counts what peers' requests hold, also while they are worked on. None: ``max_receiving_bytes``.
+        ledger: Counts what peers' requests hold, also while they are worked on. None: `MAX_RECEIVING_BYTES`.
         counts: Counts on, over the streams of this node. None: from 0.
     """
 
@@ -55,20 +54,18 @@ class SwarmNode:
         config: NodeConfig | None = None,
         *,
         known_peers: tuple[str, ...] = (),
-        limits: WireLimits = DEFAULT_LIMITS,
         ledger: Ledger | None = None,
         counts: StreamCounts | None = None,
     ) -> None:
         self._config = config or NodeConfig()
         self._known = known_peers
-        self._limits = limits
         self.counts = counts or StreamCounts()
         """What all streams have carried so far; a successor counts on."""
         # A client chooses whom it asks: answers of one server may fill all of it.
-        self._answers = Ledger(limits.max_receiving_bytes, max_peer_share=1.0)
-        self._ledger = ledger or Ledger(limits.max_receiving_bytes)
+        self._answers = Ledger(limits.MAX_RECEIVING_BYTES, max_peer_share=1.0)
+        self._ledger = ledger or Ledger(limits.MAX_RECEIVING_BYTES)
         self._gate: Gate | None = None
-        self._acceptor = Acceptor(limits, self._ledger, self.counts, lambda peer: _started(self._gate).refusal(peer))
+        self._acceptor = Acceptor(self._ledger, self.counts, lambda peer: _started(self._gate).refusal(peer))
         self._identity: IdentityFile | None = None
         self._listens: tuple[str, ...] = ()
         self._daemon: Daemon | None = None
@@ -151,7 +148,6 @@ class SwarmNode:
                 host_maddrs=hosts or config.host_maddrs,
             ),
             known_peers=tuple(dict.fromkeys((*config.initial_peers, *self._known, *known))),
-            limits=self._limits,
             ledger=self._ledger,
             counts=self.counts,
         )
@@ -261,7 +257,6 @@ class SwarmNode:
             peer,
             protocol_name(rpc),
             timeout_s=timeout_s,
-            limits=self._limits,
             ledger=self._answers,
             counts=self.counts,
         )

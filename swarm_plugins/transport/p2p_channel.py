@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
@@ -19,9 +18,9 @@ from hivemind.proto import p2pd_pb2
 
 from swarm_plugins.errors import CapacityError, ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.channel import RPC_NAMES, Handler, dial_error
 from swarm_plugins.transport.counts import StreamCounts
-from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.receiving.allowances import Allowances
 from swarm_plugins.transport.receiving.turnstile import Turnstile
@@ -51,7 +50,6 @@ async def open_channel(
     protocol: str,
     *,
     timeout_s: float,
-    limits: WireLimits,
     ledger: Ledger,
     counts: StreamCounts | None = None,
 ) -> FrameStream:
@@ -65,7 +63,7 @@ async def open_channel(
         async with asyncio.timeout(timeout_s):
             reader, writer = await open_stream(socket_path, peer, protocol)
             try:
-                stream = FrameStream(peer, limits, ledger, counts, allowances=Allowances(limits))
+                stream = FrameStream(peer, ledger, counts, allowances=Allowances())
                 return await _take_over(stream, reader, writer)
             except BaseException:
                 writer.transport.abort()
@@ -125,7 +123,6 @@ class Acceptor:
     """Turns incoming streams into calls of handlers, within limits per peer.
 
     Args:
-        limits: Of streams and messages.
         ledger: For messages that are not read yet; its groups share streams too.
         counts: Counts over all streams of the node.
         refusal: Returns why a peer may not call at all, or None.
@@ -133,22 +130,19 @@ class Acceptor:
 
     def __init__(
         self,
-        limits: WireLimits,
         ledger: Ledger,
         counts: StreamCounts | None = None,
         refusal: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._refusal = refusal
-        self._limits = limits
-        self._request_limits = replace(limits, max_tensors=limits.max_request_tensors)
         self._ledger = ledger
         self._counts = counts or StreamCounts()
         self._streams = Ledger(
-            limits.max_streams,
-            max_peer_share=limits.max_peer_stream_share,
+            limits.MAX_STREAMS,
+            max_peer_share=limits.MAX_PEER_STREAM_SHARE,
             noun="streams",
             groups=ledger.groups,
-            reserved=limits.max_streams // _RESERVED_PART,
+            reserved=limits.MAX_STREAMS // _RESERVED_PART,
         )
         self._turnstile = Turnstile(ledger.group)
         self._open: set[FrameStream] = set()
@@ -177,11 +171,16 @@ class Acceptor:
         self._tasks.add(task)
         try:
             peer = info.peer_id.to_base58()
-            limits = self._limits if rpc == "rpc_adapter" else self._request_limits
+            max_tensors = limits.MAX_TENSORS if rpc == "rpc_adapter" else limits.MAX_REQUEST_TENSORS
             groups = self._ledger.groups
             with contextlib.nullcontext() if groups is None else groups.calling(peer, str(info.addr)):
                 stream = FrameStream(
-                    peer, limits, self._ledger, self._counts, is_served=True, turnstile=self._turnstile
+                    peer,
+                    self._ledger,
+                    self._counts,
+                    is_served=True,
+                    turnstile=self._turnstile,
+                    max_tensors=max_tensors,
                 )
                 channel = await _take_over(stream, reader, writer)
                 try:
@@ -223,7 +222,7 @@ class Acceptor:
             return
         self._open.add(channel)
         try:
-            await _await_first_message(channel, self._limits)
+            await _await_first_message(channel)
             await handler(channel)
         except TransportError:
             raise
@@ -252,14 +251,14 @@ class Acceptor:
             await asyncio.sleep(_END_CHECK_S)
 
 
-async def _await_first_message(stream: FrameStream, limits: WireLimits) -> None:
+async def _await_first_message(stream: FrameStream) -> None:
     """Waits for the first message as long as it keeps arriving; silence raises."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     while True:
         try:
-            return await stream.wait(limits.first_message_timeout_s)
+            return await stream.wait(limits.FIRST_MESSAGE_TIMEOUT_S)
         except RequestTimeoutError:
             # A large message may take longer, but must not trickle in.
-            if stream.received_bytes < (loop.time() - started) * limits.min_receive_bytes_per_s:
+            if stream.received_bytes < (loop.time() - started) * limits.MIN_RECEIVE_BYTES_PER_S:
                 raise

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.counts import StreamCounts
-from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receiving.allowances import Allowances, unpacking_claim
 from swarm_plugins.transport.receiving.arriving import ArrivingBody
@@ -48,28 +48,28 @@ class FrameStream(asyncio.BufferedProtocol):
 
     Args:
         peer: Id of the peer at the other end.
-        limits: Bounds on messages.
         ledger: Counts the memory of messages.
         counts: Counts over all streams of the node.
         is_served: Whether this is a server's end. A message then counts until the next one is read: as long as its
             request is worked on. Otherwise it belongs to the reader as soon as it is read.
         turnstile: Lets messages be decoded, at a server's end. None: at once.
-        allowances: Bounds the answers, at a client's end. None: only ``limits`` do.
+        allowances: Bounds the answers, at a client's end. None: only `MAX_MESSAGE_BYTES` does.
+        max_tensors: Most tensors of a message.
     """
 
     def __init__(
         self,
         peer: str,
-        limits: WireLimits,
         ledger: Ledger,
         counts: StreamCounts | None = None,
         *,
         is_served: bool = False,
         turnstile: Turnstile | None = None,
         allowances: Allowances | None = None,
+        max_tensors: int = limits.MAX_TENSORS,
     ) -> None:
         self.remote_peer = peer
-        self._limits = limits
+        self._max_tensors = max_tensors
         self._ledger = ledger
         self._counts = counts or StreamCounts()
         self._is_served = is_served
@@ -181,21 +181,20 @@ class FrameStream(asyncio.BufferedProtocol):
         claim: Callable[[int], None] | None = self._charge.claim if self._is_served else None
         if frame.tensor_bytes is not None:
             claim = unpacking_claim(frame.tensor_bytes)
-        return await decoded(frame.header, frame.body, self._limits, claim)
+        return await decoded(frame.header, frame.body, claim, self._max_tensors)
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Writes one frame; returns once the kernel has accepted all of it.
 
         Raises:
             TransportError: If the stream is broken.
-            RequestTimeoutError: If the other end accepts no byte for ``send_stall_timeout_s``, or only a trickle.
+            RequestTimeoutError: If the other end accepts no byte for `SEND_STALL_TIMEOUT_S`, or only a trickle.
         """
         transport = self._check_usable()
         num_bytes = sum(len(part) for part in parts)
         if num_bytes <= _JOIN_BYTES:
             parts = [b"".join(parts)]  # one system call, one packet
-        limits = self._limits
-        deadline = self._loop.time() + limits.send_stall_timeout_s + num_bytes / limits.min_receive_bytes_per_s
+        deadline = self._loop.time() + limits.SEND_STALL_TIMEOUT_S + num_bytes / limits.MIN_RECEIVE_BYTES_PER_S
         for part in parts:
             view = memoryview(part)
             # In slices: the transport copies what the kernel does not accept at once.
@@ -310,7 +309,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._finish_body()
 
     def _start_body(self) -> None:
-        header = parse_header(self._header_part, self._limits)
+        header = parse_header(self._header_part)
         self._header_part.clear()
         if header.is_end:
             self._has_ended = True
@@ -322,14 +321,14 @@ class FrameStream(asyncio.BufferedProtocol):
             if self._allowances is not None:
                 self._tensor_bytes = self._allowances.begin(header.body_bytes)
             charge = self._ledger.charge(self.remote_peer)
-            self._body = ArrivingBody(header.body_bytes, self._limits.first_chunk_bytes, charge, self._staging)
+            self._body = ArrivingBody(header.body_bytes, limits.FIRST_CHUNK_BYTES, charge, self._staging)
 
     def _finish_body(self) -> None:
         body = self._body
         if body is None:
             return
         if not body.is_complete:
-            body.watch(self._limits, lambda: self._is_reading_paused, self._cut_off)
+            body.watch(lambda: self._is_reading_paused, self._cut_off)
             return
         # Its memory stays claimed until it is read.
         self._body = None
@@ -360,7 +359,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     async def _wait_writable(self, deadline: float) -> None:
-        stall_s = max(0.0, min(self._limits.send_stall_timeout_s, deadline - self._loop.time()))
+        stall_s = max(0.0, min(limits.SEND_STALL_TIMEOUT_S, deadline - self._loop.time()))
 
         def give_up() -> None:
             self.abort(

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack, unpack_rotated8
-from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import CODECS, Codec, Message
 
 HEADER_BYTES = 16
@@ -106,24 +106,24 @@ def tensor_bytes(message: Message) -> int:
     return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
 
 
-def decode(data: bytes | bytearray | memoryview, *, limits: WireLimits = DEFAULT_LIMITS) -> Message:
+def decode(data: bytes | bytearray | memoryview) -> Message:
     """Decodes one whole frame that holds a message; its tensors do not alias ``data``.
 
     Raises:
         ProtocolError: If it is malformed, too large, or not a message.
     """
     view = memoryview(data)
-    header = parse_header(view[:HEADER_BYTES], limits)
+    header = parse_header(view[:HEADER_BYTES])
     if header.is_end:
         raise ProtocolError("expected a message, got the end of the stream")
     if len(view) - HEADER_BYTES != header.body_bytes:
         raise ProtocolError(f"frame has {len(view)} bytes, but its header declares {header.body_bytes} after itself")
     body = torch.empty(header.body_bytes, dtype=torch.uint8)
     body.numpy().data[:] = view[HEADER_BYTES:]
-    return decode_body(header, body, limits)
+    return decode_body(header, body)
 
 
-def parse_header(data: bytes | bytearray | memoryview, limits: WireLimits) -> FrameHeader:
+def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
     """Reads a frame's header and checks what it declares against the limits.
 
     Raises:
@@ -137,12 +137,12 @@ def parse_header(data: bytes | bytearray | memoryview, limits: WireLimits) -> Fr
             f"not a frame of protocol version {_VERSION}: starts with {bytes(data[:4])!r}; "
             "run the same release at both ends"
         )
-    if metadata_bytes > limits.max_metadata_bytes:
-        raise ProtocolError(f"metadata of {metadata_bytes} bytes declared, the limit is {limits.max_metadata_bytes}")
+    if metadata_bytes > limits.MAX_METADATA_BYTES:
+        raise ProtocolError(f"metadata of {metadata_bytes} bytes declared, the limit is {limits.MAX_METADATA_BYTES}")
     body_bytes = _padded(metadata_bytes) + payload_bytes
-    if body_bytes > limits.max_message_bytes:
+    if body_bytes > limits.MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"a message of {body_bytes} bytes declared, the limit is {limits.max_message_bytes}: split the batch"
+            f"a message of {body_bytes} bytes declared, the limit is {limits.MAX_MESSAGE_BYTES}: split the batch"
         )
     if kind == _KIND_END and body_bytes:
         raise ProtocolError(f"an end of stream declares {body_bytes} bytes, expected 0")
@@ -152,25 +152,26 @@ def parse_header(data: bytes | bytearray | memoryview, limits: WireLimits) -> Fr
 def decode_body(
     header: FrameHeader,
     body: Tensor,
-    limits: WireLimits = DEFAULT_LIMITS,
     claim: Callable[[int], None] | None = None,
     later: list[Callable[[], None]] | None = None,
+    *,
+    max_tensors: int | None = None,
 ) -> Message:
     """Decodes a message from a body, flat ``uint8``, that it then owns: the message's tensors are views of it.
 
     Args:
         header: Header of the frame.
         body: What follows the header.
-        limits: Bounds on messages.
         claim: Called with a number of bytes before packed tensors are unpacked to so many; may refuse.
         later: Gets what unpacks long tensors, which are of no use before that was called. None: they are unpacked.
+        max_tensors: Most tensors. None: `MAX_TENSORS`.
 
     Raises:
         ProtocolError: If it is malformed.
         CapacityError: If there is no memory to unpack it.
     """
     buffer = body.numpy().data
-    reader = _TensorReader(buffer, _padded(header.metadata_bytes), limits, claim, later)
+    reader = _TensorReader(buffer, _padded(header.metadata_bytes), max_tensors or limits.MAX_TENSORS, claim, later)
     _local.reader = reader
     try:
         message = cast(Message, _decoder.decode(buffer[: header.metadata_bytes]))
@@ -185,12 +186,10 @@ def decode_body(
     return message
 
 
-async def decoded(
-    header: FrameHeader, body: Tensor, limits: WireLimits, claim: Callable[[int], None] | None
-) -> Message:
+async def decoded(header: FrameHeader, body: Tensor, claim: Callable[[int], None] | None, max_tensors: int) -> Message:
     """Returns what `decode_body` does; long tensors are unpacked outside of the event loop."""
     later: list[Callable[[], None]] = []
-    message = decode_body(header, body, limits, claim, later)
+    message = decode_body(header, body, claim, later, max_tensors=max_tensors)
     if later:
         await asyncio.to_thread(lambda: [unpack() for unpack in later])
     return message
@@ -221,7 +220,7 @@ class _TensorReader:
         self,
         buffer: memoryview,
         cursor: int,
-        limits: WireLimits,
+        max_tensors: int,
         claim: Callable[[int], None] | None,
         later: list[Callable[[], None]] | None,
     ) -> None:
@@ -229,7 +228,7 @@ class _TensorReader:
         self._claim = claim
         self._later = later
         self._buffer = buffer
-        self._tensors_left = limits.max_tensors
+        self._tensors_left = max_tensors
 
     def read(self, description: object) -> Tensor:
         dtype, codec, shape = _check_description(description)

@@ -20,9 +20,9 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from p2p_kit import INFO, client, echo, run, server
 
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.admission import calls, storage
 from swarm_plugins.transport.identity import create_identity_file, load_identity
-from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.p2p_channel import protocol_name
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.swarm
 
 
 @asynccontextmanager
-async def victim_and_attacker(**limits: Any) -> AsyncIterator[tuple[SwarmNode, P2P]]:
-    async with SwarmNode(limits=WireLimits(**limits)) as victim:
+async def victim_and_attacker() -> AsyncIterator[tuple[SwarmNode, P2P]]:
+    async with SwarmNode() as victim:
         await victim.serve({"rpc_forward": echo})
         await victim.announce(INFO, 60.0)
         attacker = await P2P.create(initial_peers=await victim.addresses(), dht_mode="client", no_listen=True)
@@ -315,9 +315,11 @@ def test_one_peer_cannot_fill_the_routing_table() -> None:
     run(body)
 
 
-def test_many_idle_streams_of_one_peer_leave_room_for_others() -> None:
+def test_many_idle_streams_of_one_peer_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_STREAMS", 40)
+
     async def body() -> None:
-        async with victim_and_attacker(max_streams=40) as (victim, attacker):
+        async with victim_and_attacker() as (victim, attacker):
             peer = PeerID.from_base58(victim.peer_id)
             streams = []
             for _ in range(300):
@@ -334,9 +336,11 @@ def test_many_idle_streams_of_one_peer_leave_room_for_others() -> None:
     run(body)
 
 
-def test_silent_streams_are_closed_after_a_while() -> None:
+def test_silent_streams_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
+
     async def body() -> None:
-        async with victim_and_attacker(first_message_timeout_s=0.3) as (victim, attacker):
+        async with victim_and_attacker() as (victim, attacker):
             peer = PeerID.from_base58(victim.peer_id)
             _, reader, writer = await attacker.call_binary_stream_handler(peer, protocol_name("rpc_forward"))
             writer.write(b"S")
@@ -369,9 +373,11 @@ def test_malformed_frames_end_their_stream_only(data: bytes) -> None:
     run(body)
 
 
-def test_a_refused_stream_is_told_why() -> None:
+def test_a_refused_stream_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_STREAMS", 4)
+
     async def body() -> None:
-        async with SwarmNode(limits=WireLimits(max_streams=4)) as host:
+        async with SwarmNode() as host:
             await host.serve({"rpc_forward": echo})
             config = NodeConfig(initial_peers=await host.addresses(), host_maddrs=())
             async with SwarmNode(config) as guest:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.limits import WireLimits
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
@@ -33,12 +33,10 @@ _UNASKED_BYTES = 1 << 16
 class Allowances:
     """The answers that one end of a stream waits for: one for each message that it has sent, in order.
 
-    Args:
-        limits: Bounds on messages; the largest answer to a request that does not tell the size of its answer.
+    A request that does not tell the size of its answer may get the largest message.
     """
 
-    def __init__(self, limits: WireLimits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._awaited: deque[int] = deque()
 
     def asked(self, message: Message) -> None:
@@ -46,7 +44,7 @@ class Allowances:
         if isinstance(message, PushedHidden):
             return  # only a refusal comes back
         tensors = _tensor_bytes(message)
-        self._awaited.append(self._limits.max_message_bytes if tensors is None else tensors)
+        self._awaited.append(limits.MAX_MESSAGE_BYTES if tensors is None else tensors)
 
     def begin(self, body_bytes: int) -> int:
         """Takes the start of an answer; returns how many bytes its tensors may have.
@@ -56,7 +54,7 @@ class Allowances:
         """
         if self._awaited:
             tensors = self._awaited.popleft()
-            most = tensors + self._limits.max_metadata_bytes + _PADDING_BYTES
+            most = tensors + limits.MAX_METADATA_BYTES + _PADDING_BYTES
         else:
             tensors, most = 0, _UNASKED_BYTES
         if body_bytes > most:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, is_out_of_memory
 from swarm_plugins.ledger import BusyError, Charge
-from swarm_plugins.transport.limits import WireLimits
+from swarm_plugins.transport import limits
 
 
 class ArrivingBody:
@@ -51,17 +51,17 @@ class ArrivingBody:
             # Doubling: never more than twice what has arrived.
             self._grow(min(self.num_bytes, 2 * self.received_bytes) - self.received_bytes)
 
-    def watch(self, limits: WireLimits, is_paused: Callable[[], bool], cut_off: Callable[[str], None]) -> None:
+    def watch(self, is_paused: Callable[[], bool], cut_off: Callable[[str], None]) -> None:
         """Calls ``cut_off`` with a reason if the bytes come too slowly while reading is not paused. Idempotent."""
         if self._timer is not None:
             return
         loop = asyncio.get_running_loop()
 
         def look() -> None:
-            allowed_s = limits.first_message_timeout_s + self.received_bytes / limits.min_receive_bytes_per_s
-            left_s = self.since + min(allowed_s, limits.max_message_s) - loop.time()
+            allowed_s = limits.FIRST_MESSAGE_TIMEOUT_S + self.received_bytes / limits.MIN_RECEIVE_BYTES_PER_S
+            left_s = self.since + min(allowed_s, limits.MAX_MESSAGE_S) - loop.time()
             if is_paused():
-                left_s = limits.first_message_timeout_s  # it waits for this end
+                left_s = limits.FIRST_MESSAGE_TIMEOUT_S  # it waits for this end
             if left_s > 0:
                 self._timer = loop.call_later(left_s, look)
                 return
@@ -70,7 +70,7 @@ class ArrivingBody:
                 f"{loop.time() - self.since:.0f} s: too slow"
             )
 
-        self._timer = loop.call_later(limits.first_message_timeout_s, look)
+        self._timer = loop.call_later(limits.FIRST_MESSAGE_TIMEOUT_S, look)
 
     def finish(self) -> Tensor | CapacityError:
         """Returns the body, flat ``uint8``, whose memory stays counted; or why it was dropped."""

@@ -9,7 +9,7 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.splitting import chunk_rows, chunks_within, tokens_per_message
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.limits import DEFAULT_LIMITS
+from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 
 
 def run(inputs: SpanInputs) -> SpanOutputs:
@@ -50,4 +50,4 @@ def test_no_answer_is_larger_than_a_message(collected: dict[str, bool], states: 
     inputs = SpanInputs(blocks=range(30), hidden=torch.zeros(1, 1, 64, dtype=torch.float32), **collected)
     found = tokens_per_message(inputs)
     size = states * 64 * 4
-    assert found * size <= DEFAULT_LIMITS.max_message_bytes < (found + 1) * size
+    assert found * size <= MAX_MESSAGE_BYTES < (found + 1) * size

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from unittest import mock
 
 import torch
 
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.counts import StreamCounts
-from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ForwardResponse, Message
 from swarm_plugins.transport.receiving.allowances import Allowances
 from swarm_plugins.transport.stream import FrameStream
@@ -20,9 +22,13 @@ from swarm_plugins.transport.wire import decode_body, encode
 Body = Callable[[], Awaitable[None]]
 
 
+def limited(**values: float) -> Any:
+    """Changes limits while the ``with`` block runs."""
+    return mock.patch.multiple(limits, **values)
+
+
 @contextlib.asynccontextmanager
 async def stream_and_socket(
-    limits: WireLimits = DEFAULT_LIMITS,
     budget: Ledger | None = None,
     counts: StreamCounts | None = None,
     *,
@@ -34,8 +40,8 @@ async def stream_and_socket(
     near, far = socket.socketpair()
     far.setblocking(False)
     _, writer = await asyncio.open_unix_connection(sock=near)
-    ledger = budget or Ledger(limits.max_receiving_bytes)
-    stream = FrameStream(peer, limits, ledger, counts, is_served=is_served, allowances=allowances)
+    ledger = budget or Ledger(limits.MAX_RECEIVING_BYTES)
+    stream = FrameStream(peer, ledger, counts, is_served=is_served, allowances=allowances)
     stream.attach(writer, b"")
     try:
         yield stream, far
@@ -46,12 +52,12 @@ async def stream_and_socket(
 
 
 @contextlib.asynccontextmanager
-async def two_streams(limits: WireLimits = DEFAULT_LIMITS) -> AsyncIterator[tuple[FrameStream, FrameStream]]:
+async def two_streams() -> AsyncIterator[tuple[FrameStream, FrameStream]]:
     near, far = socket.socketpair()
     ends = []
     for end in (near, far):
         _, writer = await asyncio.open_unix_connection(sock=end)
-        stream = FrameStream("peer-x", limits, Ledger(limits.max_receiving_bytes))
+        stream = FrameStream("peer-x", Ledger(limits.MAX_RECEIVING_BYTES))
         stream.attach(writer, b"")
         ends.append(stream)
     try:

@@ -12,7 +12,6 @@ from stream_kit import Body, stream_and_socket
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.ledger import Ledger
-from swarm_plugins.transport.limits import DEFAULT_LIMITS
 from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
@@ -67,7 +66,7 @@ def test_an_answer_of_400_mib_is_refused_at_its_header(run: Callable[[Body], Non
     ledger = Ledger(1 << 30)
 
     async def body() -> None:
-        async with stream_and_socket(budget=ledger, allowances=Allowances(DEFAULT_LIMITS)) as (stream, far):
+        async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
             if request_ is not None:
                 stream._allowances.asked(request_)  # type: ignore[union-attr]
             far.send(HUGE)
@@ -84,7 +83,7 @@ def test_what_is_pushed_is_refused_in_a_few_words(run: Callable[[Body], None]) -
     refusal = Failure(kind="refused", message="x" * 1000)
 
     async def body() -> None:
-        async with stream_and_socket(budget=ledger, allowances=Allowances(DEFAULT_LIMITS)) as (stream, far):
+        async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
             stream._allowances.asked(PushedHidden(session="s", step=0, hidden=HIDDEN))  # type: ignore[union-attr]
             far.send(b"".join(encode(refusal)))
             assert await stream.receive(timeout_s=5.0) == refusal
@@ -123,7 +122,7 @@ def test_what_was_asked_for_is_received(
     run: Callable[[Body], None], request_: Message, answer: Message, codec: str
 ) -> None:
     async def body() -> None:
-        async with stream_and_socket(allowances=Allowances(DEFAULT_LIMITS)) as (stream, far):
+        async with stream_and_socket(allowances=Allowances()) as (stream, far):
             stream._allowances.asked(request_)  # type: ignore[union-attr]
             far.setblocking(True)
             sending = stream._loop.run_in_executor(None, far.sendall, b"".join(encode(answer, codec=codec)))  # type: ignore[arg-type]
@@ -135,7 +134,7 @@ def test_what_was_asked_for_is_received(
 
 def test_a_small_answer_does_not_unpack_to_a_large_one(run: Callable[[Body], None]) -> None:
     async def body() -> None:
-        async with stream_and_socket(allowances=Allowances(DEFAULT_LIMITS)) as (stream, far):
+        async with stream_and_socket(allowances=Allowances()) as (stream, far):
             stream._allowances.asked(InfoRequest())  # type: ignore[union-attr]
             far.setblocking(True)
             # 0.5 MiB on the wire, 3 MiB more when they are unpacked.
@@ -152,7 +151,7 @@ def test_what_a_server_sends_unasked_is_bounded_too(run: Callable[[Body], None])
     ledger = Ledger(1 << 30)
 
     async def body() -> None:
-        async with stream_and_socket(budget=ledger, allowances=Allowances(DEFAULT_LIMITS)) as (stream, far):
+        async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
             await stream.send(InfoRequest())
             far.send(b"".join(encode(Failure(kind="internal", message="x"))))
             assert isinstance(await stream.receive(timeout_s=5.0), Failure)

@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stream_kit import Body, claims, frame_bytes, read_hidden, stream_and_socket
+from stream_kit import Body, claims, frame_bytes, limited, read_hidden, stream_and_socket
 
 from swarm_plugins.errors import RequestTimeoutError, TransportError
 from swarm_plugins.ledger import BusyError, Ledger
-from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import ForwardResponse
 from swarm_plugins.transport.receiving.arriving import ArrivingBody
 from swarm_plugins.transport.wire import encode
@@ -22,9 +21,8 @@ from swarm_plugins.transport.wire import encode
 
 def test_a_declared_size_alone_claims_little_memory(run: Callable[[Body], None]) -> None:
     async def body() -> None:
-        limits = WireLimits(first_chunk_bytes=1 << 16)
         budget = Ledger(1 << 30)
-        async with stream_and_socket(limits, budget) as (stream, far):
+        async with stream_and_socket(budget) as (stream, far):
             far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 400 << 20))
             await claims(budget, 1)
             assert budget.used == 1 << 16
@@ -37,7 +35,8 @@ def test_a_declared_size_alone_claims_little_memory(run: Callable[[Body], None])
                 await stream.read(5.0)
             assert budget.used == 0
 
-    run(body)
+    with limited(FIRST_CHUNK_BYTES=1 << 16):
+        run(body)
 
 
 @pytest.mark.parametrize("peers", [("one", "one"), ("one", "two")], ids=["of-one-peer", "of-two"])
@@ -72,10 +71,8 @@ def test_a_message_without_room_is_dropped_and_the_stream_lives_on(
 
 
 def test_a_slow_message_is_cut_off_also_when_it_is_not_the_first(run: Callable[[Body], None]) -> None:
-    limits = WireLimits(first_message_timeout_s=0.2, min_receive_bytes_per_s=100_000.0)
-
     async def body() -> None:
-        async with stream_and_socket(limits) as (stream, far):
+        async with stream_and_socket() as (stream, far):
             far.send(frame_bytes(5))
             assert (await read_hidden(stream)).numel() == 5
             far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 64_000) + bytes(30_000))
@@ -83,20 +80,19 @@ def test_a_slow_message_is_cut_off_also_when_it_is_not_the_first(run: Callable[[
             with pytest.raises(RequestTimeoutError, match=r"has sent 30000 of 64064 bytes .* too slow"):
                 await stream.read(10.0)
 
-    run(body)
+    with limited(FIRST_MESSAGE_TIMEOUT_S=0.2, MIN_RECEIVE_BYTES_PER_S=100_000.0):
+        run(body)
 
 
 def test_a_message_that_never_ends_is_cut_off_at_any_pace(run: Callable[[Body], None]) -> None:
-    limits = WireLimits(max_message_s=0.3, min_receive_bytes_per_s=1.0)
-
     async def body() -> None:
-        async with stream_and_socket(limits) as (stream, far):
+        async with stream_and_socket() as (stream, far):
             far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 64_000) + bytes(60_000))
-            stream._limits = WireLimits(first_message_timeout_s=0.1, max_message_s=0.3, min_receive_bytes_per_s=1.0)
             with pytest.raises(RequestTimeoutError, match="60000 of 64064 bytes"):
                 await stream.read(10.0)
 
-    run(body)
+    with limited(FIRST_MESSAGE_TIMEOUT_S=0.1, MAX_MESSAGE_S=0.3, MIN_RECEIVE_BYTES_PER_S=1.0):
+        run(body)
 
 
 def test_what_a_server_works_on_counts_until_it_reads_again(run: Callable[[Body], None]) -> None:

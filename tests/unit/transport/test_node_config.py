@@ -10,7 +10,6 @@ import pytest
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon.process import _check_port_free, _translate
-from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.p2p_channel import protocol_name
 from swarm_plugins.transport.reach.addresses import peer_id_in, with_port
 
@@ -43,12 +42,6 @@ def test_a_port_that_the_system_chose_is_kept() -> None:
     assert with_port("/ip4/0.0.0.0/tcp/0", listening) == "/ip4/0.0.0.0/tcp/7"
     assert with_port("/ip4/0.0.0.0/tcp/3", listening) == "/ip4/0.0.0.0/tcp/3"
     assert with_port("/ip4/0.0.0.0/tcp/0", []) == "/ip4/0.0.0.0/tcp/0"
-
-
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
-def test_limits_are_positive(value: float) -> None:
-    with pytest.raises(ConfigError, match="max_streams must be positive and finite"):
-        WireLimits(max_streams=value)  # type: ignore[arg-type]
 
 
 def test_unknown_rpc_names_the_known_ones() -> None:

@@ -15,12 +15,13 @@ import torch
 import virtual_time
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
+from stream_kit import limited
 
 import swarm_plugins.transport.p2p_channel as p2p_channel
 from swarm_plugins.errors import TransportError
 from swarm_plugins.ledger import Groups, Ledger
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.channel import BackoffError, Channel, Handler, dial_error
-from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Failure, ForwardResponse, SessionStep
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel
 from swarm_plugins.transport.server_info import InfoRequest
@@ -50,7 +51,7 @@ async def connected(acceptor: Acceptor, handler: Handler, peer: str = "peer-x") 
     info = SimpleNamespace(peer_id=_Peer(peer), addr="/ip4/203.0.113.7/tcp/1")
     serving = asyncio.create_task(acceptor.accept("rpc_forward", handler, info, reader, writer))  # type: ignore[arg-type]
     _, writer = await asyncio.open_unix_connection(sock=near)
-    stream = FrameStream("server", DEFAULT_LIMITS, Ledger(1 << 30))
+    stream = FrameStream("server", Ledger(1 << 30))
     stream.attach(writer, b"")
     try:
         yield stream
@@ -62,9 +63,9 @@ async def connected(acceptor: Acceptor, handler: Handler, peer: str = "peer-x") 
         await asyncio.sleep(0.01)
 
 
-def acceptor_with(groups: Groups | None = None, **limits: float) -> Acceptor:
-    chosen = WireLimits(**limits)  # type: ignore[arg-type]
-    return Acceptor(chosen, Ledger(chosen.max_receiving_bytes, groups=groups))
+def acceptor_with(groups: Groups | None = None, max_streams: int = limits.MAX_STREAMS) -> Acceptor:
+    with limited(MAX_STREAMS=max_streams):
+        return Acceptor(Ledger(limits.MAX_RECEIVING_BYTES, groups=groups))
 
 
 def test_messages_reach_the_handler_with_the_proved_peer() -> None:
@@ -196,18 +197,19 @@ def test_a_silent_stream_is_closed() -> None:
         called.append(channel)
 
     async def main() -> None:
-        acceptor = acceptor_with(first_message_timeout_s=0.1)
+        acceptor = acceptor_with()
         async with connected(acceptor, handler) as channel:
             assert await channel.receive(timeout_s=20.0) is None
         assert acceptor.num_streams == 0
 
-    asyncio.run(main())
+    with limited(FIRST_MESSAGE_TIMEOUT_S=0.1):
+        asyncio.run(main())
     assert not called
 
 
 def test_a_first_message_at_a_trickle_is_given_up() -> None:
     async def main() -> None:
-        acceptor = acceptor_with(first_message_timeout_s=0.1, min_receive_bytes_per_s=1000.0)
+        acceptor = acceptor_with()
         async with connected(acceptor, echo) as channel:
             transport = channel._check_usable()
             transport.write(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 1000))
@@ -218,13 +220,14 @@ def test_a_first_message_at_a_trickle_is_given_up() -> None:
                 transport.write(b"x")
             assert transport.is_closing()
 
-    asyncio.run(main())
+    with limited(FIRST_MESSAGE_TIMEOUT_S=0.1, MIN_RECEIVE_BYTES_PER_S=1000.0):
+        asyncio.run(main())
 
 
 def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() -> None:
     async def main() -> None:
         # A hundred bytes are enough for the next second.
-        acceptor = acceptor_with(first_message_timeout_s=0.05, min_receive_bytes_per_s=100.0)
+        acceptor = acceptor_with()
         async with connected(acceptor, echo) as channel:
             transport = channel._check_usable()
             payload = torch.arange(400, dtype=torch.uint8)
@@ -236,7 +239,8 @@ def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() ->
             assert isinstance(answer, SessionStep)
             assert torch.equal(answer.hidden, payload)
 
-    virtual_time.run(main(), timeout_s=60)
+    with limited(FIRST_MESSAGE_TIMEOUT_S=0.05, MIN_RECEIVE_BYTES_PER_S=100.0):
+        virtual_time.run(main(), timeout_s=60)
 
 
 def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.LogCaptureFixture) -> None:
@@ -308,7 +312,7 @@ def test_an_unreachable_peer_is_told_from_a_dead_daemon(
         server = await asyncio.start_unix_server(daemon, path)
         try:
             with pytest.raises(TransportError, match=text):
-                await open_channel(path, PEER_ID, "/x", timeout_s=5.0, limits=DEFAULT_LIMITS, ledger=Ledger(1 << 20))
+                await open_channel(path, PEER_ID, "/x", timeout_s=5.0, ledger=Ledger(1 << 20))
         finally:
             server.close()
             await server.wait_closed()

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from stream_kit import Body, frame_bytes, message, read_hidden, stream_and_socket, two_streams
+from stream_kit import Body, frame_bytes, limited, message, read_hidden, stream_and_socket, two_streams
 
 import swarm_plugins.transport.stream as stream_module
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport import wire
 from swarm_plugins.transport.counts import StreamCounts
-from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ForwardResponse, Message
 from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import END_FRAME, encode
@@ -100,7 +99,7 @@ def test_bytes_read_before_the_takeover_are_not_lost(run: Callable[[Body], None]
         near, far = socket.socketpair()
         data = frame_bytes(20)
         _, writer = await asyncio.open_unix_connection(sock=near)
-        stream = FrameStream("peer-x", DEFAULT_LIMITS, Ledger(1 << 30))
+        stream = FrameStream("peer-x", Ledger(1 << 30))
         stream.attach(writer, data[:30])
         far.send(data[30:])
         assert (await read_hidden(stream)).numel() == 20
@@ -116,7 +115,7 @@ def test_garbage_read_before_the_takeover_breaks_the_stream(run: Callable[[Body]
         near, far = socket.socketpair()
         far.settimeout(5.0)
         _, writer = await asyncio.open_unix_connection(sock=near)
-        stream = FrameStream("peer-x", DEFAULT_LIMITS, Ledger(1 << 30))
+        stream = FrameStream("peer-x", Ledger(1 << 30))
         stream.attach(writer, b"\xff" * 100)
         with pytest.raises(ProtocolError, match="not a frame"):
             await stream.read(5.0)
@@ -233,16 +232,17 @@ def test_a_break_is_told_from_an_end_and_wakes_waiters(run: Callable[[Body], Non
 
 def test_a_reader_that_reads_nothing_stops_the_sender(run: Callable[[Body], None]) -> None:
     async def body() -> None:
-        async with stream_and_socket(WireLimits(send_stall_timeout_s=0.1)) as (stream, _):
+        async with stream_and_socket() as (stream, _):
             with pytest.raises(RequestTimeoutError, match=r"accepted no data for 0\.1 s"):
                 await stream.write(encode(message(2_000_000)))
 
-    run(body)
+    with limited(SEND_STALL_TIMEOUT_S=0.1):
+        run(body)
 
 
 def test_unread_messages_stop_the_sender_instead_of_filling_memory(run: Callable[[Body], None]) -> None:
     async def body() -> None:
-        async with two_streams(WireLimits(send_stall_timeout_s=0.2)) as (near, far):
+        async with two_streams() as (near, far):
             sent = 0
             with pytest.raises(RequestTimeoutError):  # noqa: PT012
                 for sent in range(100):  # noqa: B007
@@ -250,7 +250,8 @@ def test_unread_messages_stop_the_sender_instead_of_filling_memory(run: Callable
             assert sent < 10
             assert len(far._frames) <= 3
 
-    run(body)
+    with limited(SEND_STALL_TIMEOUT_S=0.2):
+        run(body)
 
 
 def test_of_very_many_small_messages_few_become_objects(run: Callable[[Body], None]) -> None:
@@ -281,10 +282,8 @@ def test_garbage_behind_waiting_messages_breaks_the_stream_in_its_turn(run: Call
 
 
 def test_a_reader_that_takes_a_little_now_and_then_is_given_up(run: Callable[[Body], None]) -> None:
-    limits = WireLimits(send_stall_timeout_s=0.3, min_receive_bytes_per_s=1e9)
-
     async def body() -> None:
-        async with stream_and_socket(limits) as (stream, far):
+        async with stream_and_socket() as (stream, far):
             taken = 0
 
             async def sip() -> None:
@@ -302,7 +301,8 @@ def test_a_reader_that_takes_a_little_now_and_then_is_given_up(run: Callable[[Bo
             # Of 64 MB: in the 0.4 s that such a message is given, such a reader takes 2 MB.
             assert taken < 32_000_000
 
-    run(body)
+    with limited(SEND_STALL_TIMEOUT_S=0.3, MIN_RECEIVE_BYTES_PER_S=1e9):
+        run(body)
 
 
 def test_cancelling_half_a_send_breaks_the_stream(run: Callable[[Body], None]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from unittest import mock
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.limits import WireLimits
+from swarm_plugins.transport import limits
 from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
@@ -28,7 +30,13 @@ from swarm_plugins.transport.messages import (
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import END_FRAME, decode, encode, parse_header
 
-LIMITS = WireLimits(max_message_bytes=1 << 20, max_metadata_bytes=1 << 16, max_tensors=64)
+
+@pytest.fixture(scope="module", autouse=True)
+def small_limits() -> Iterator[None]:
+    with mock.patch.multiple(limits, MAX_MESSAGE_BYTES=1 << 20, MAX_METADATA_BYTES=1 << 16, MAX_TENSORS=64):
+        yield
+
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8]
 
 
@@ -188,7 +196,7 @@ def test_large_tensors_are_sent_without_a_copy() -> None:
 )
 def test_malformed_messages_are_refused(metadata: object, payload: bytes, complaint: str) -> None:
     with pytest.raises(ProtocolError, match=complaint):
-        decode(raw_frame(metadata, payload), limits=LIMITS)
+        decode(raw_frame(metadata, payload))
 
 
 def test_tensors_cannot_claim_the_same_bytes_twice() -> None:
@@ -198,14 +206,14 @@ def test_tensors_cannot_claim_the_same_bytes_twice() -> None:
         "hidden_states": [["float32", "none", [16]]],
     }
     with pytest.raises(ProtocolError, match="needs 64 bytes, 0 are left"):
-        decode(raw_frame(metadata, bytes(64)), limits=LIMITS)
+        decode(raw_frame(metadata, bytes(64)))
 
 
 def test_too_many_tensors_are_refused() -> None:
     empty = ["float32", "none", [0]]
     metadata = {"type": "ForwardResponse", "hidden": empty, "hidden_states": [empty] * 64}
     with pytest.raises(ProtocolError, match="too many tensors"):
-        decode(raw_frame(metadata), limits=LIMITS)
+        decode(raw_frame(metadata))
 
 
 def test_hostile_nesting_is_refused() -> None:
@@ -213,7 +221,7 @@ def test_hostile_nesting_is_refused() -> None:
     metadata = b"\x83\xa4type\xabSessionStep\xadcached_tokens\x00\xa6hidden" + nested
     header = struct.pack("<2sBBIQ", b"SW", 1, 0, len(metadata), 0)
     with pytest.raises(ProtocolError, match="malformed"):
-        decode(header + metadata + bytes(-len(metadata) % 64), limits=LIMITS)
+        decode(header + metadata + bytes(-len(metadata) % 64))
 
 
 @pytest.mark.parametrize(
@@ -232,11 +240,11 @@ def test_hostile_nesting_is_refused() -> None:
 )
 def test_bad_headers_are_refused(header: bytes, complaint: str) -> None:
     with pytest.raises(ProtocolError, match=complaint):
-        parse_header(header, LIMITS)
+        parse_header(header)
 
 
 def test_end_of_stream_is_no_message() -> None:
-    assert parse_header(END_FRAME, LIMITS).is_end
+    assert parse_header(END_FRAME).is_end
     with pytest.raises(ProtocolError, match="end of the stream"):
         decode(END_FRAME)
 
@@ -263,7 +271,7 @@ def test_what_the_wire_does_not_know_is_not_sent(tensor: torch.Tensor, complaint
 @given(st.binary(max_size=400))
 def test_random_bytes_never_do_anything_but_raise(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode(data, limits=LIMITS)
+        decode(data)
 
 
 WHOLE = frame(
@@ -279,7 +287,7 @@ def test_damaged_frames_give_a_valid_message_or_raise(changes: list[tuple[int, i
     for position, byte in changes:
         damaged[position] = byte
     try:
-        message = decode(damaged, limits=LIMITS)
+        message = decode(damaged)
     except ProtocolError:
         return
     assert isinstance(message, Message)
