@@ -90,7 +90,7 @@ def warm() -> Iterator[WarmServers | None]:
 @pytest.fixture
 def cold_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts the servers of local swarms as everywhere else: each imports what it needs."""
-    monkeypatch.setattr("swarm_plugins.local_swarm.server.subprocess", subprocess)
+    monkeypatch.setattr("swarm_plugins.child.subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -49,7 +49,7 @@ SERVER_MODULES = (
 
 
 class WarmServers:
-    """Replaces `subprocess` in the module that starts servers.
+    """Replaces `subprocess` in the module that starts children.
 
     Args:
         environment: Of the process. Servers with another one are started in the ordinary way: imports may have read it.
@@ -58,6 +58,7 @@ class WarmServers:
     """
 
     PIPE = subprocess.PIPE
+    DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(
@@ -75,9 +76,10 @@ class WarmServers:
         return None if self._process is None else self._process.pid
 
     def Popen(self, command: Sequence[str], *, env: dict[str, str], **options: Any) -> Any:
-        """Starts a server."""
+        """Starts a server, or in the ordinary way another child."""
         names = (env.keys() | self._environment.keys()) - set(self._ignored)
-        if any(env.get(name) != self._environment.get(name) for name in names):
+        is_server = "serve" in command[:5]
+        if not is_server or any(env.get(name) != self._environment.get(name) for name in names):
             return subprocess.Popen(command, env=env, **options)
         return self.start(command, options["stderr"].fileno())
 
@@ -120,14 +122,15 @@ class WarmServers:
 @contextlib.contextmanager
 def used(ignored: Collection[str] = SET_BY_LIBRARIES) -> Iterator[WarmServers]:
     """Starts the servers of local swarms in that way while the ``with`` block runs."""
-    from swarm_plugins.local_swarm import server, swarm
+    from swarm_plugins import child
+    from swarm_plugins.local_swarm import swarm
 
     warm = WarmServers(swarm._environment(1), ignored)
-    server.subprocess = warm  # type: ignore[assignment]
+    child.subprocess = warm  # type: ignore[assignment]
     try:
         yield warm
     finally:
-        server.subprocess = subprocess
+        child.subprocess = subprocess
         warm.close()
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import openai
 from openai.types.chat import ChatCompletionMessageParam
@@ -23,6 +19,7 @@ from rich.progress import Progress
 from recipes.benchmarks.arms import TEXT, check_directory
 from recipes.benchmarks.figures import Figure, SwarmReport
 from recipes.benchmarks.measure import Arm, Sample, take_turns
+from swarm_plugins.child import Process
 from swarm_plugins.errors import SwarmError
 
 GOAL_CLIENTS = 2.2
@@ -140,36 +137,24 @@ def _served(directory: Path, num_servers: int) -> Iterator[tuple[int, openai.Ope
     """Runs ``swarm api``; yields its process id and a client."""
     command = [sys.executable, "-m", "swarm_plugins", "api", str(directory), "--port", "0"]
     command += ["--local-swarm", str(num_servers)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    with tempfile.TemporaryDirectory() as folder:
+        process = Process(command, os.environ, Path(folder) / "log.txt")
         try:
-            url = _url(process.stdout, log)
+            url = _url(process)
             with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_ANSWER_S) as client:
                 yield process.pid, client
         except openai.APIError as error:
             raise SwarmError(f"the API has failed: {error}") from error
         finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.communicate(timeout=_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
+            process.terminate(timeout_s=_END_S)
 
 
-def _url(output: IO[bytes] | None, log: IO[bytes]) -> str:
+def _url(process: Process) -> str:
     """Waits until it listens; returns its address."""
-    if output is None:
-        raise ValueError("swarm api is started without a pipe for its output")
-    deadline, said = time.monotonic() + _START_S, b""
-    with selectors.DefaultSelector() as ready:
-        ready.register(output, selectors.EVENT_READ)
-        while b"\n" not in said:
-            if not ready.select(deadline - time.monotonic()):
-                raise SwarmError(f"swarm api does not listen after {_START_S:g} s")
-            chunk = os.read(output.fileno(), 4096)
-            if not chunk:
-                log.seek(0)
-                raise SwarmError(f"swarm api has ended: {log.read().decode(errors='replace').strip()}")
-            said += chunk
+    try:
+        said = process.read_line(_START_S)
+    except EOFError as error:
+        raise SwarmError(f"swarm api has ended: {process.log.strip()}") from error
+    if said is None:
+        raise SwarmError(f"swarm api does not listen after {_START_S:g} s")
     return said.split(b" ")[2].decode()

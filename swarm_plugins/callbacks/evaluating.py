@@ -6,15 +6,12 @@ because lm_eval seeds random numbers and keeps a core busy; and because its fail
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import math
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +22,7 @@ from typing import Any
 
 from swarm_plugins.backbone.served import stack_of, swarm_connection
 from swarm_plugins.callbacks.saving import AdapterSource
+from swarm_plugins.child import Process
 from swarm_plugins.errors import ConfigError, naming_extras, one_line
 from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
 
@@ -32,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _LEAVE_S = 5.0
-_LOG_TAIL_BYTES = 4096
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
@@ -162,9 +159,10 @@ class EvalWorker:
         """Evaluates a version, or notes that it failed; returns whether there was time for it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / "log.txt").open("wb") as output:
-                code = self._waited(self._start(tag, output))
-            reason = self._last_line() if code is not None else f"not finished within {self._timeout_s:g} s"
+            process = self._start(tag)
+            code = self._waited(process)
+            said = one_line(ValueError(process.end_of_log[-1])) if process.end_of_log else "it said nothing"
+            reason = said if code is not None else f"not finished within {self._timeout_s:g} s"
         except OSError as exc:
             code, reason = -1, one_line(exc)
         if code is None and time.monotonic() >= self._deadline:
@@ -178,56 +176,27 @@ class EvalWorker:
             self.failed.append(tag)
         return True
 
-    def _start(self, tag: str, output: Any) -> subprocess.Popen[bytes]:
+    def _start(self, tag: str) -> Process:
         environment: Mapping[str, str] = {"OMP_NUM_THREADS": "1", **os.environ, "TQDM_DISABLE": "1"}
         if isinstance(self._token, str):
             # Other users can read command lines.
             environment = {**environment, "HF_TOKEN": self._token}
+        log_file = self._folder / "log.txt"
+        log_file.unlink(missing_ok=True)
         nice = ["nice"] if shutil.which("nice") else []
-        return subprocess.Popen(
-            [
-                *nice,
-                sys.executable,
-                "-m",
-                "swarm_plugins",
-                *self._command,
-                "--version",
-                tag,
-                "--parent",
-                str(os.getpid()),
-            ],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            # A terminal's Ctrl-C is the training's to answer.
-            start_new_session=True,
-        )
+        command = [*nice, sys.executable, "-m", "swarm_plugins", *self._command, "--version", tag]
+        return Process([*command, "--parent", str(os.getpid())], environment, log_file, is_asked=False)
 
-    def _waited(self, process: subprocess.Popen[bytes]) -> int | None:
+    def _waited(self, process: Process) -> int | None:
         """Returns the exit code; None if the process was ended because time was up."""
         own_deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            while process.poll() is None and time.monotonic() < min(own_deadline, self._deadline):
+            while process.is_alive and time.monotonic() < min(own_deadline, self._deadline):
                 self._changed.wait(_POLL_S)
-        if process.poll() is not None:
-            return process.returncode
-        process.terminate()
-        try:
-            process.wait(_LEAVE_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its children: the session is its own
-            process.wait()
+        if not process.is_alive:
+            return process.status
+        process.terminate(timeout_s=_LEAVE_S)
         return None
-
-    def _last_line(self) -> str:
-        try:
-            content = (self._folder / "log.txt").read_bytes()[-_LOG_TAIL_BYTES:]
-        except OSError as exc:
-            return one_line(exc)
-        lines = content.decode(errors="replace").strip().splitlines()
-        return one_line(ValueError(lines[-1])) if lines else "it said nothing"
 
     def _for_user(self, tags: list[str]) -> str:
         return shlex.join(["swarm", *self._command, *(part for tag in tags for part in ("--version", tag))])

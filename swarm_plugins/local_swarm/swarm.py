@@ -272,11 +272,11 @@ class LocalSwarm:
                 return
             dead = next((server for server in servers if not server.is_alive), None)
             if dead is not None:
-                raise TransportError(f"a local server {dead.ending} before it served (pid {dead.pid}){dead.end_of_log}")
+                raise TransportError(f"a local server {dead.ending} before it served (pid {dead.pid}){dead.why}")
             if time.monotonic() > deadline:
                 raise TransportError(
                     f"a local server (pid {late.pid}) did not serve within {self._start_timeout_s:g} s: "
-                    f"raise start_timeout_s, or see why{late.end_of_log}"
+                    f"raise start_timeout_s, or see why{late.why}"
                 )
             time.sleep(_POLL_S)
 

@@ -7,7 +7,6 @@ import io
 import os
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -112,13 +111,12 @@ class ArmProcess(Child):
         return self.receive(Round)
 
     def _ended(self) -> SwarmError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # Its output ends a moment before it does.
-            if self.process.wait(timeout=5.0) == -signal.SIGKILL and self.job.group:
-                return SwarmError(
-                    f"{self.job.arm!r} exceeded its limit of {format_bytes(self.job.limit_bytes)} and was killed by "
-                    "the system: give a larger --fast, or leave the arm out with --without"
-                )
+        # Its output ends a moment before it does.
+        if self.process.wait(5.0) == -signal.SIGKILL and self.job.group:
+            return SwarmError(
+                f"{self.job.arm!r} exceeded its limit of {format_bytes(self.job.limit_bytes)} and was killed by "
+                "the system: give a larger --fast, or leave the arm out with --without"
+            )
         return super()._ended()
 
 

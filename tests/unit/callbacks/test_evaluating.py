@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from peft import PeftModel
 
+from swarm_plugins import child
 from swarm_plugins.callbacks import evaluating
 from swarm_plugins.callbacks.evaluating import EvalWorker, check_tasks, eval_options
 from swarm_plugins.callbacks.publishing import Publishing
@@ -41,7 +42,7 @@ class Processes:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     made = Processes()
-    monkeypatch.setattr(evaluating.subprocess, "Popen", _only_ours(made, subprocess.Popen))
+    monkeypatch.setattr(child.subprocess, "Popen", _only_ours(made, subprocess.Popen))
     return made
 
 
