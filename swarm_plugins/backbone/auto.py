@@ -89,7 +89,7 @@ class _AutoSwarm:
         checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
         _check_not_store(checkpoint)
         _check_changes(config_changes, checkpoint.config)
-        base_class = class_for_task(checkpoint.config, cls._mapping, cls._what)
+        base_class = class_for_task(checkpoint.config, cls._what, cls._mapping)
         text_config = checkpoint.config.get_text_config(decoder=True)
         check_local_blocks(config.local_blocks, text_config.num_hidden_layers, checkpoint.name)
         stack = RemoteStack(

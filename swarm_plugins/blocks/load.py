@@ -29,13 +29,10 @@ from swarm_plugins.checkpoint import (
     layer_prefix,
     model_from_tensors,
 )
-from swarm_plugins.checkpoint.loading import empty_modules, leave_out, model_classes
+from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.offload.ahead.prefetch import install_prefetch
-from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.interfaces import ExpertCache
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
@@ -92,7 +89,7 @@ def load_span(
     if store is not None:
         _check_store(store, checkpoint, offload, elsewhere)
     config = _span_config(checkpoint, store)
-    base_class = _base_class(config)
+    base_class = class_for_task(config, "model", MODEL_MAPPING)
     with torch.device("meta"):
         path = layer_list_name(base_class(copy.deepcopy(config)))
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
@@ -102,7 +99,7 @@ def load_span(
         _check_offload(offload, store, quantization)
         moe = MoeCheckpoint.inspect(checkpoint, store, dtype=wanted, layers=blocks)
         check_budget(moe, formats_of(moe, offload, place), offload, place)
-        moe.fetch()
+        moe.store.fetch()
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
     loader = _BlockLoader(checkpoint, base_class, config, path, wanted, place, quantization, moe)
@@ -112,7 +109,7 @@ def load_span(
         _move_blocks(loader.load(group, progress), model, path, group)
     experts = None
     if moe is not None and offload is not None:
-        experts = _offload_experts(model, moe, offload, place)
+        experts = attach_experts(model, moe, offload, place) if moe.paths else None
         if store is not None:
             store.install_linears(model, place, _quantized_linears(moe, path, blocks))
     elif moe is not None and elsewhere is not None:
@@ -227,19 +224,6 @@ def _quantized_linears(moe: MoeCheckpoint | None, layer_path: str, blocks: range
     }
 
 
-def _offload_experts(
-    model: PreTrainedModel, moe: MoeCheckpoint, config: OffloadConfig, device: torch.device
-) -> ExpertCache | None:
-    """Makes experts borrow their weights from memory of bounded size; returns the lender, None without experts."""
-    if not moe.paths:
-        return None
-    formats = formats_of(moe, config, device)
-    cache = make_cache(moe.store, formats, config, device)
-    attach_experts(model, moe, formats, cache, device)
-    install_prefetch(model, cache)
-    return cache
-
-
 def _check_experts(names: Iterable[str], checkpoint_name: str) -> None:
     """Checks that all experts of a block have the same tensors; HF's error about fusing does not name the missing."""
     indices: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -282,16 +266,6 @@ def _span_config(checkpoint: Checkpoint, store: QuantizedStore | None) -> PreTra
         if getattr(config, flag, False):
             setattr(config, flag, False)
     return config
-
-
-def _base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    found = model_classes(config, MODEL_MAPPING)
-    if not found:
-        raise UnsupportedError(
-            f"transformers has no model for the config {type(config).__name__} (model_type {config.model_type!r}); "
-            "known are the decoder models of the installed transformers"
-        )
-    return found[0]
 
 
 def _layers(model: nn.Module, path: str) -> nn.ModuleList:

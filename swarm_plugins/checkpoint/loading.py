@@ -127,22 +127,19 @@ def leave_out(model: nn.Module, paths: Iterable[str]) -> None:
         model.set_submodule(path, nn.Identity())
 
 
-def model_classes(config: PreTrainedConfig, *tasks: Mapping[Any, Any]) -> list[type[PreTrainedModel]]:
-    """Returns the classes that transformers' mappings of tasks have for a config; empty if there are none."""
-    found = [task[type(config)] for task in tasks if type(config) in task]
-    return [one for known in found for one in (known if isinstance(known, (tuple, list)) else (known,))]
-
-
-def class_for_task(config: PreTrainedConfig, task: Mapping[Any, Any], what: str) -> type[PreTrainedModel]:
-    """Returns the class that one of transformers' mappings of tasks has for a config.
+def class_for_task(config: PreTrainedConfig, what: str, *tasks: Mapping[Any, Any]) -> type[PreTrainedModel]:
+    """Returns the class that transformers' mappings of tasks have for a config: the one it names, or else the first.
 
     Raises:
-        UnsupportedError: If there is none.
+        UnsupportedError: If there is none; the message says ``what`` was looked for.
     """
-    found = model_classes(config, task)
+    known = [task[type(config)] for task in tasks if type(config) in task]
+    found: list[type[PreTrainedModel]] = [
+        one for some in known for one in (some if isinstance(some, (tuple, list)) else (some,))
+    ]
     if not found:
         raise UnsupportedError(
-            f"transformers has no {what} class for model_type {config.model_type!r}; "
-            "use a decoder-only model that AutoModel can load for this task"
+            f"transformers has no {what} for model_type {config.model_type!r}: use a decoder-only model that AutoModel "
+            "can load for this task"
         )
-    return found[0]
+    return next((one for one in found if one.__name__ in (config.architectures or ())), found[0])

@@ -73,7 +73,7 @@ def run(
         typer.Option(
             metavar="fast=SIZE,...",
             help="Where to keep experts: fast=SIZE, ram=SIZE, bits=8|4|3|2|nf4, other-bits=8|4|nf4, "
-            "prefetch=auto|on|off, readers=N, each optional. `swarm plan` finds good values. "
+            "prefetch=on|off, readers=N, each optional. `swarm plan` finds good values. "
             "Default: use the memory that is free.",
         ),
     ] = "",

@@ -20,7 +20,7 @@ from swarm_plugins.checkpoint import (
     layer_prefix,
     model_from_tensors,
 )
-from swarm_plugins.checkpoint.loading import model_classes, take_generation_config
+from swarm_plugins.checkpoint.loading import class_for_task, take_generation_config
 from swarm_plugins.distill.config_cut import cut_config, kept_layers
 from swarm_plugins.distill.pair import name_of, public_name
 from swarm_plugins.errors import ConfigError, UnsupportedError
@@ -91,7 +91,7 @@ def _from_model(teacher: PreTrainedModel, keep_layers: Sequence[int] | None, dep
 def _from_files(
     checkpoint: Checkpoint, keep_layers: Sequence[int] | None, depth: int | None, dtype: torch.dtype | str
 ) -> PreTrainedModel:
-    model_class = _class_of(checkpoint.config)
+    model_class = class_for_task(checkpoint.config, "language model", MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
     hollow = _on_meta(model_class, checkpoint.config)
     path = layer_list_name(hollow)
     kept = kept_layers(len(find_layers(hollow)), keep_layers, depth)
@@ -144,14 +144,6 @@ def _structure(layer: nn.Module) -> dict[str, object]:
 def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return model_class(config)
-
-
-def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    classes = model_classes(config, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
-    if not classes:
-        raise UnsupportedError(f"transformers has no language model for {type(config).__name__}, the teacher's config")
-    named = set(config.architectures or ())
-    return next((one for one in classes if one.__name__ in named), classes[0])
 
 
 def _check_in_memory(teacher: PreTrainedModel) -> None:

@@ -44,20 +44,10 @@ def base_tag(version: ModelVersion) -> str:
 def card_text(facts: AdapterFacts, manifest: Manifest) -> str:
     """Returns the card as Markdown with its metadata."""
     name = facts.repo_id.split("/")[-1]
-    metadata: dict[str, object] = {}
-    if facts.base_model is not None:
-        metadata = {"base_model": facts.base_model, "base_model_relation": "adapter"}
+    base = {"base_model": facts.base_model, "base_model_relation": "adapter"} if facts.base_model is not None else {}
+    metadata = {"library_name": "peft", "pipeline_tag": facts.pipeline_tag, "tags": _tags(facts, manifest), **base}
     results = _results(manifest.metrics, facts.pipeline_tag, facts.dataset)
-    data = ModelCardData(
-        library_name="peft",
-        pipeline_tag=facts.pipeline_tag,
-        tags=_tags(facts, manifest),
-        # Needed for results only.
-        model_name=name if results else None,
-        eval_results=results or None,
-        **metadata,  # type: ignore[arg-type]
-    )
-    return f"---\n{data.to_yaml()}\n---\n\n{_body(facts, manifest, name)}"
+    return _card(name, results, metadata, _body(facts, manifest, name))
 
 
 def student_card_text(
@@ -84,20 +74,10 @@ def student_card_text(
     revision = distillation.get("teacher_revision")
     found_by = [f"swarm-teacher:{revision}"] if revision else []
     teacher = {"base_model": distillation.get("teacher"), "base_model_relation": "finetune"} if is_on_hub else {}
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag=pipeline_tag,
-        tags=["distillation", "mixture-of-students", "swarm_plugins", *found_by],
-        model_name=name if results else None,
-        eval_results=results or None,
-        **teacher,  # type: ignore[arg-type]
-    )
+    tags = ["distillation", "mixture-of-students", "swarm_plugins", *found_by]
+    metadata = {"library_name": "transformers", "pipeline_tag": pipeline_tag, "tags": tags, **teacher}
     import_package = "import swarm_plugins  # registers the model's class\n" if needs_package else ""
-    return f"""---
-{data.to_yaml()}
----
-
-# {name}
+    body = f"""# {name}
 
 A student: some layers of its teacher, trained by staged distillation (DeepSpeed-MoE, section 4.2). Each version is a
 git tag.
@@ -112,6 +92,13 @@ model = {_CLASSES.get(pipeline_tag, "AutoModel")}.from_pretrained("{repo_id}")  
 |---|---|
 {_table(_distillation_rows(distillation))}
 {_metrics(metrics or {})}"""
+    return _card(name, results, metadata, body)
+
+
+def _card(name: str, results: list[EvalResult], metadata: Mapping[str, Any], body: str) -> str:
+    # Results are shown under a name, which is needed for nothing else.
+    data = ModelCardData(model_name=name if results else None, eval_results=results or None, **metadata)
+    return f"---\n{data.to_yaml()}\n---\n\n{body}"
 
 
 def _distillation_rows(distillation: Mapping[str, Any]) -> dict[str, object]:

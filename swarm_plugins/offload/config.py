@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
@@ -25,28 +24,26 @@ class OffloadConfig:
         ram_bytes: Pinned RAM for experts of a CUDA device, in addition to ``fast_bytes``; None: half of what is free.
             Without a CUDA device there is one memory, and only ``fast_bytes`` counts.
         prefetch: Read the next layers' experts ahead, guessed by their own routers (speculative loading, Eliseev and
-            Mazur 2023, section 3.2); ``auto`` stops guessing while it does not pay.
+            Mazur 2023, section 3.2). Guesses are read only while nothing needed waits for the disk.
         expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them.
             Quantizing on the way to a CUDA device gives nf4 for 4.
         other_bits: Width of all other weights: 16, 8, 4 or ``nf4``; None: as the checkpoint has them.
         num_readers: Threads that read from disk.
         read_timeout_s: Seconds until an unfinished read is an error.
+
+    Raises:
+        ConfigError: If a value has another type or is out of range.
     """
 
     fast_bytes: int | None = None
     ram_bytes: int | None = None
-    prefetch: bool | Literal["auto"] = "auto"
+    prefetch: bool = True
     expert_bits: Width | None = None
     other_bits: Width | None = None
     num_readers: int = 2
     read_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ConfigError: If a value has another type or is out of range.
-        """
         for name in ("fast_bytes", "ram_bytes"):
             value = getattr(self, name)
             if value is not None and not (_is_whole(value) and 0 <= value <= _MAX_BYTES):
@@ -54,8 +51,8 @@ class OffloadConfig:
                     f"{name} is {value!r}; expected a whole number of bytes from 0 to {_MAX_BYTES}, or None for "
                     "what is free"
                 )
-        if not (isinstance(self.prefetch, bool) or self.prefetch == "auto"):
-            raise ConfigError(f"prefetch is {self.prefetch!r}; expected True, False or 'auto'")
+        if not isinstance(self.prefetch, bool):
+            raise ConfigError(f"prefetch is {self.prefetch!r}; expected True or False")
         for name, allowed in (("expert_bits", EXPERT_BITS), ("other_bits", OTHER_BITS)):
             if getattr(self, name) is not None:
                 check_width(name, getattr(self, name), allowed, ", or None for the checkpoint's own")

@@ -163,7 +163,7 @@ def load_held_experts(
         cache = _read_all(checkpoint, moe.store, formats, experts, device)
     else:
         check_budget(moe, formats, settings, device)
-        moe.fetch()
+        moe.store.fetch()
         cache = make_cache(moe.store, formats, settings, device)
     layers = {
         layer: _Layer(moe.outline.get_submodule(path), ExpertLoans(layer, formats[layer], cache))

@@ -20,6 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+FLOATS = {str(one).removeprefix("torch."): one for one in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+"""Types that weights are stored in and computed with, by name."""
 # A cache line, enough for every vector instruction.
 _ALIGNMENT = 64
 

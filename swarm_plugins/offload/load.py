@@ -7,19 +7,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.ahead.prefetch import install_prefetch
 from swarm_plugins.offload.cache.budget import choose_device
-from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.formats.experts import width_on
 from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.saving import refuse_saving
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_DTYPES: dict[str, torch.dtype | None] = {"auto": None} | {str(one).removeprefix("torch."): one for one in _FLOATS}
 
 
 def load_offloaded(
@@ -47,7 +41,7 @@ def load_offloaded(
         The model, in evaluation mode.
 
     Raises:
-        ConfigError: If there is no such model or device, or ``dtype`` is not one to compute in.
+        ConfigError: If there is no such model or device, or ``dtype`` is not a supported floating type.
         CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
         UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
         CapacityError: If the budget does not hold one expert of the largest size for each reader and one to compute
@@ -55,16 +49,13 @@ def load_offloaded(
     """
     settings = config or OffloadConfig()
     place = choose_device(device)
-    moe = MoeCheckpoint.open(name_or_dir, revision=revision, dtype=_dtype_of(dtype))
-    formats = formats_of(moe, settings, place)
-    check_budget(moe, formats, settings, place)
-    moe.fetch()
+    moe = MoeCheckpoint.open(name_or_dir, revision=revision, dtype=dtype)
+    check_budget(moe, formats_of(moe, settings, place), settings, place)
+    moe.store.fetch()
     model = moe.load_rest(place)
     if settings.other_bits not in (None, 16) and moe.other_bits is None:
         quantize_linears(model, width_on(settings.other_bits, place))
-    cache = make_cache(moe.store, formats, settings, place)
-    attach_experts(model, moe, formats, cache, place)
-    install_prefetch(model, cache)
+    cache = attach_experts(model, moe, settings, place)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
     refuse_saving(model)
@@ -72,11 +63,3 @@ def load_offloaded(
     if (generation := getattr(model, "generation_config", None)) is not None:
         generation.disable_compile = True
     return model
-
-
-def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
-    if not isinstance(wanted, str):
-        return wanted
-    if wanted not in _DTYPES:
-        raise ConfigError(f"dtype is {wanted!r}; expected one of {', '.join(_DTYPES)}, or the torch.dtype itself")
-    return _DTYPES[wanted]

@@ -89,7 +89,7 @@ def quantize_checkpoint(
         formats = {layer: _LayerFormat(moe, layer, expert_bits) for layer in moe.paths}
         expert_bytes = sum(one.file_bytes for one in formats.values())
         check_space(target, expert_bytes + sum(moe.checkpoint.tensors[name].num_bytes for name in moe.others))
-        moe.fetch()
+        moe.store.fetch()
         others, linears = other_tensors(moe.load_rest(_CPU), other_bits)
         save_file(others, work / _OTHERS_FILE)
         weight_map = dict.fromkeys(others, _OTHERS_FILE)

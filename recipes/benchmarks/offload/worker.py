@@ -147,7 +147,7 @@ def load_arm(
     else:
         config = OffloadConfig(
             fast_bytes=smallest_bytes if arm is ArmName.BARE else fast_bytes,
-            prefetch="auto" if arm is ArmName.FULL else False,
+            prefetch=arm is ArmName.FULL,
         )
         yield LoadedArm(frozen(load_offloaded(directory, config, device="cpu")), lambda: None)
 

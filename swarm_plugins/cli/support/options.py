@@ -13,7 +13,7 @@ from swarm_plugins.sizes import parse_bytes
 
 T = TypeVar("T")
 
-_PREFETCH: Mapping[str, bool | str] = {"on": True, "off": False, "auto": "auto"}
+_PREFETCH: Mapping[str, bool] = {"on": True, "off": False}
 
 
 def parse_offload(text: str) -> OffloadConfig:
@@ -46,8 +46,8 @@ def format_offload(config: OffloadConfig) -> str:
     for name, bits in (("bits", config.expert_bits), ("other-bits", config.other_bits)):
         if bits is not None:
             parts.append(f"{name}={bits}")
-    if config.prefetch != "auto":
-        parts.append(f"prefetch={'on' if config.prefetch else 'off'}")
+    if not config.prefetch:
+        parts.append("prefetch=off")
     if config.num_readers != OffloadConfig().num_readers:
         parts.append(f"readers={config.num_readers}")
     return ",".join(parts)

@@ -6,27 +6,21 @@ needs what it used in the forward pass. Announced experts are read while the lay
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 
-from swarm_plugins.offload.ahead.trial import PayTrial
 from swarm_plugins.offload.interfaces import ExpertCache
 
 _NO_BACKWARD_PASS = -1
 
 
 class ReadingAhead:
-    """Announces to a cache what the next layer of a pass will need; in training only if a trial finds that it pays."""
+    """Announces to a cache what the next layer of a pass will need."""
 
-    def __init__(self, cache: ExpertCache, num_experts: Mapping[int, int], trial: PayTrial | None = None) -> None:
+    def __init__(self, cache: ExpertCache, num_experts: Mapping[int, int]) -> None:
         self._cache = cache
-        self._trial = trial
-        self._first = min(num_experts, default=None)
-        self._is_on = True
-        self._went_back = False
         self._num_experts = num_experts
         self._after = dict(pairwise(sorted(num_experts)))
         self._before = {after: before for before, after in self._after.items()}
@@ -38,17 +32,12 @@ class ReadingAhead:
         # Inside a backward pass a layer is recomputed, and the layer before it comes next.
         if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
             return
-        if layer == self._first and self._trial is not None:
-            # Only times from one training pass to the next can be compared.
-            self._is_on = self._trial.begin_pass(time.perf_counter(), is_decode=self._went_back)
-            self._went_back = False
         after = self._after.get(layer)
-        if self._is_on and after is not None and 2 * len(experts) > self._num_experts[layer]:
+        if after is not None and 2 * len(experts) > self._num_experts[layer]:
             self._cache.guess(after, range(self._num_experts[after]))
 
     def backward(self, layer: int) -> None:
         """Announces what the layer before this one has used."""
-        self._went_back = True
         before = self._before.get(layer)
-        if self._is_on and before is not None and self._used.get(before):
+        if before is not None and self._used.get(before):
             self._cache.guess(before, self._used[before])

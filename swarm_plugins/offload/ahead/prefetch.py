@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from swarm_plugins.offload.ahead.trial import PayTrial
 
 if TYPE_CHECKING:
     from swarm_plugins.offload.cache.cache import BoundedCache
@@ -112,8 +109,6 @@ class _Predictor:
         # Layers whose router gets other objects each time, or answers unlike a router.
         self._unfit: set[int] = set()
         self._input: tuple[int, nn.Module, Tensor] | None = None
-        self._trial = PayTrial() if cache.config.prefetch == "auto" else None
-        self._is_on = True
         self._has_all = False
         self._num_passes = 0
         self._is_learning = True
@@ -143,7 +138,7 @@ class _Predictor:
     def predict(self, layer: int) -> bool:
         """Guesses for the layers behind one that has just asked for its experts; returns whether there is a guess."""
         found, self._input = self._input, None
-        if found is None or found[0] != layer or not self._is_on:
+        if found is None or found[0] != layer:
             return False
         _, router, hidden = found
         has_guess = False
@@ -205,8 +200,6 @@ class _Predictor:
         self._has_all = all(map(self._cache.is_complete, self._cache.num_experts))
         self._num_passes += 1
         self._is_learning = self._num_passes <= _FIRST_DRIFTS or self._num_passes % _DRIFT_STEP == 0
-        if self._trial is not None:
-            self._is_on = self._trial.begin_pass(time.perf_counter(), is_decode=num_rows <= MAX_ROWS)
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

@@ -11,19 +11,14 @@ class Counters:
     """Running counts, named as in `OffloadStats`; its owner locks."""
 
     def __init__(self, num_experts: Mapping[int, int]) -> None:
-        self._num_experts = num_experts
         self._first_layer = min(num_experts, default=0)
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts from zero."""
         self.hits = self.misses = self.bytes_read = self.passes = self.tokens = 0
         self.guesses = self.guesses_used = self.guesses_late = 0
         self.guessed_loads = self.guessed_loads_used = self.asked_after_guess = 0
         self.stall_s = 0.0
         self.first_s: float | None = None
         self.last_s = 0.0
-        self._uses = {layer: [0] * count for layer, count in self._num_experts.items()}
+        self._uses = {layer: [0] * count for layer, count in num_experts.items()}
 
     def use(self, layer: int, experts: Sequence[int], num_missing: int, now_s: float) -> None:
         """Counts one call of a layer."""
@@ -38,7 +33,7 @@ class Counters:
             uses[expert] += 1
 
     def stats(self) -> OffloadStats:
-        """Returns what was counted since the last reset."""
+        """Returns what was counted."""
         counts = {name: value for name, value in vars(self).items() if name in OffloadStats.__slots__}
         return OffloadStats(
             **counts,

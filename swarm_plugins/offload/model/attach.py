@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.ahead.announce import ReadingAhead
-from swarm_plugins.offload.ahead.trial import PayTrial
+from swarm_plugins.offload.ahead.prefetch import install_prefetch
 from swarm_plugins.offload.cache.budget import choose_fast_bytes
-from swarm_plugins.offload.cache.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache, make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.formats.experts import expert_format
 from swarm_plugins.offload.interfaces import ExpertFormat
@@ -71,17 +71,20 @@ class _Shared:
 
 
 def attach_experts(
-    model: PreTrainedModel,
-    moe: MoeCheckpoint,
-    formats: Mapping[int, ExpertFormat],
-    cache: BoundedCache,
-    device: torch.device,
-) -> None:
-    """Makes the experts of a model borrow their weights."""
+    model: PreTrainedModel, moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device
+) -> BoundedCache:
+    """Makes the experts of a model borrow their weights from memory of bounded size; returns the lender.
+
+    The files of the experts have been fetched. Nothing is read or allocated yet.
+
+    Raises:
+        CapacityError: If the memory is too small to compute with.
+    """
+    formats = formats_of(moe, settings, device)
+    cache = make_cache(moe.store, formats, settings, device)
     # Paths start at the whole model; a base model lies at its prefix there.
     prefix = f"{moe.outline.base_model_prefix}." if model.base_model is model else ""
-    trial = PayTrial() if cache.config.prefetch == "auto" else None
-    ahead = ReadingAhead(cache, cache.num_experts, trial) if cache.config.prefetch else None
+    ahead = ReadingAhead(cache, cache.num_experts) if cache.config.prefetch else None
     shared = _Shared()
     for layer, whole_path in moe.paths.items():
         path = whole_path.removeprefix(prefix)
@@ -89,5 +92,7 @@ def attach_experts(
         turn_into_offloaded(model.get_submodule(path), moe.outline.get_submodule(whole_path), device, loans)
         model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(AdapterWatch())
     model.set_experts_implementation(IMPLEMENTATION)
+    install_prefetch(model, cache)
     # Copies of the model share the loans, not the model, and layers may be taken out of either.
     weakref.finalize(shared, cache.close)
+    return cache

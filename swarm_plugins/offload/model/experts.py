@@ -17,7 +17,7 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing, combine
 from swarm_plugins.moe.dispatch import out_of_autocast
 from swarm_plugins.moe.low_rank import adapters_of
-from swarm_plugins.offload.model.gradients import run_sorted, run_with_gradients
+from swarm_plugins.offload.model.gradients import run_with_gradients
 from swarm_plugins.offload.model.loans import ExpertLoans
 
 IMPLEMENTATION = "swarm_offload"
@@ -118,26 +118,20 @@ def run_adapted(
         CheckpointError: If an expert cannot be read; names file and tensor.
         UnsupportedError: If the experts' own weights are to be trained.
     """
-    with out_of_autocast(hidden.device):
-        return _run(module, deltas, hidden, top_k_index, top_k_weights)
-
-
-def _run(
-    module: Any, deltas: Sequence[ExpertDelta], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
     loans: ExpertLoans = module._loans
     if torch.is_grad_enabled():
         _check_frozen(module)
     needs_grad = torch.is_grad_enabled() and (
         hidden.requires_grad or any(d.factor_a.requires_grad or d.factor_b.requires_grad for d in deltas)
     )
-    if hidden.shape[0] == 1 and not needs_grad:
-        found = _run_one(loans, module, hidden, top_k_index, deltas)
-        if found is not None:
-            return combine(module, found, top_k_weights, None, hidden)
-    routing = Routing(top_k_index, module.num_experts)
-    run = run_with_gradients if needs_grad else run_sorted
-    return combine(module, run(loans, module, hidden, routing, deltas), top_k_weights, routing, hidden)
+    with out_of_autocast(hidden.device):
+        if hidden.shape[0] == 1 and not needs_grad:
+            found = _run_one(loans, module, hidden, top_k_index, deltas)
+            if found is not None:
+                return combine(module, found, top_k_weights, None, hidden)
+        routing = Routing(top_k_index, module.num_experts)
+        run = run_with_gradients if needs_grad else ExpertLoans.run_all
+        return combine(module, run(loans, module, hidden, routing, deltas), top_k_weights, routing, hidden)
 
 
 def _run_one(

@@ -21,19 +21,10 @@ from swarm_plugins.moe.low_rank import adapters_of
 from swarm_plugins.offload.model.loans import ExpertLoans
 
 
-def run_sorted(
-    loans: ExpertLoans, module: Any, hidden: Tensor, routing: Routing, deltas: Sequence[ExpertDelta]
-) -> Tensor:
-    """Runs all experts on hidden states ``[T, D]`` and returns expert-sorted results ``[T * k, D]``."""
-    spans = routing.spans()
-    adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, spans)
-    return loans.run_all(module, hidden[routing.tokens], spans, adapters)
-
-
 def run_with_gradients(
     loans: ExpertLoans, module: Any, hidden: Tensor, routing: Routing, deltas: Sequence[ExpertDelta]
 ) -> Tensor:
-    """Does the same as `run_sorted`; gradients flow to hidden states and adapters."""
+    """Does the same as `ExpertLoans.run_all`; gradients flow to hidden states and adapters."""
     factors = [factor for delta in deltas for factor in (delta.factor_a, delta.factor_b)]
     result: Tensor = _Experts.apply(loans, module, routing, deltas, hidden, *factors)  # type: ignore[no-untyped-call]
     return result
@@ -52,7 +43,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.loans, ctx.module, ctx.routing, ctx.deltas = loans, module, routing, deltas
         ctx.save_for_backward(hidden, *factors)
-        return run_sorted(loans, module, hidden, routing, deltas)
+        return loans.run_all(module, hidden, routing, deltas)
 
     @staticmethod
     @once_differentiable

@@ -6,7 +6,7 @@ expert-sorted rows. So the order in which experts arrive changes no bit of the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NoReturn, cast
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.moe import expert_mlp
-from swarm_plugins.moe.low_rank import LowRank
+from swarm_plugins.moe import ExpertDelta, Routing, expert_mlp
+from swarm_plugins.moe.low_rank import LowRank, adapters_of
 from swarm_plugins.offload.ahead.announce import ReadingAhead
 from swarm_plugins.offload.interfaces import ExpertCache, ExpertFormat
 
@@ -75,14 +75,13 @@ class ExpertLoans:
 
         return expert_mlp(module, rows, product)
 
-    def run_all(
-        self,
-        module: Any,
-        rows: Tensor,
-        spans: Mapping[int, slice],
-        adapters: Callable[[int], Iterable[LowRank]],
-    ) -> Tensor:
-        """Runs expert-sorted rows ``[N, D]`` through their experts, and returns ``[N, D]``; zeros outside all spans."""
+    def run_all(self, module: Any, hidden: Tensor, routing: Routing, deltas: Sequence[ExpertDelta]) -> Tensor:
+        """Runs hidden states ``[T, D]`` through their experts and returns expert-sorted results ``[T * k, D]``.
+
+        Results of experts elsewhere are zero.
+        """
+        rows, spans = hidden[routing.tokens], routing.spans()
+        adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, spans)
         down: Tensor | None = None
         experts = list(spans)
         if self._ahead is not None:

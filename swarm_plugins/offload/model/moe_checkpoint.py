@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
-from swarm_plugins.checkpoint.loading import empty_modules, leave_out, model_classes, take_generation_config
+from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, take_generation_config
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.offload.interfaces import FLOATS
 from swarm_plugins.offload.model.outline import (
     build_outline,
     check_picks,
@@ -30,8 +31,6 @@ from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.offload.widths import Width
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +57,19 @@ class MoeCheckpoint:
     """Names, in the checkpoint, of all other tensors but quantized linear layers."""
 
     @classmethod
-    def open(cls, name_or_dir: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Self:
+    def open(
+        cls, name_or_dir: str | Path, *, revision: str | None = None, dtype: torch.dtype | str | None = None
+    ) -> Self:
         """Opens a checkpoint and finds its experts.
 
         Args:
             name_or_dir: A directory, or the id of a repository on the Hub.
             revision: Branch, tag or commit on the Hub; for a quantized store, the revision of the model it was made
                 from.
-            dtype: Floating type to compute in; None: the checkpoint's.
+            dtype: Floating type to compute in, or its name; None or ``auto``: the checkpoint's.
 
         Raises:
-            ConfigError: If there is no such model, or ``dtype`` cannot be computed in.
+            ConfigError: If there is no such model, or ``dtype`` is not a supported floating type.
             CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
             UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
         """
@@ -83,7 +84,7 @@ class MoeCheckpoint:
         checkpoint: Checkpoint,
         quantized: QuantizedStore | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         layers: range | None = None,
     ) -> Self:
         """Finds the experts of an open checkpoint.
@@ -92,7 +93,7 @@ class MoeCheckpoint:
         for all; a quantized store need not have any in them.
 
         Raises:
-            ConfigError: If ``dtype`` cannot be computed in.
+            ConfigError: If ``dtype`` is not a supported floating type.
             CheckpointError: If a file or tensor is missing, truncated or of a wrong shape, or the config is wrong;
                 names it.
             UnsupportedError: If there are no experts in these layers, or experts that cannot be offloaded.
@@ -102,7 +103,9 @@ class MoeCheckpoint:
             config = copy.deepcopy(config)
             del config.quantization_config
         compute_dtype = _compute_dtype(checkpoint, dtype)
-        model_class = _model_class(name, config)
+        refuse_quantized(config, name)
+        tasks = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        model_class = class_for_task(config, "language model", *tasks)
         outline = build_outline(model_class, config, compute_dtype, name)
         paths = _experts_paths(outline, name)
         check_picks(outline, paths, name)
@@ -149,14 +152,6 @@ class MoeCheckpoint:
         bits = None if self.quantized is None else self.quantized.manifest.other_bits
         return None if bits == 16 else bits
 
-    def fetch(self) -> None:
-        """Brings the files of the experts here: on the Hub, gigabytes.
-
-        Raises:
-            CheckpointError: If a file is missing or cannot be fetched.
-        """
-        self.store.fetch()
-
     def load_rest(self, device: torch.device) -> PreTrainedModel:
         """Returns HF's own class with everything but the weights of experts, in evaluation mode.
 
@@ -177,25 +172,14 @@ class MoeCheckpoint:
         return model
 
 
-def _model_class(name: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Returns the class that the config names, if its task is supported, or the causal language model."""
-    refuse_quantized(config, name)
-    found = model_classes(config, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
-    if not found:
-        raise UnsupportedError(
-            f"transformers has no language model for model_type {config.model_type!r} of {name}; supported "
-            "are decoder-only mixture-of-experts models"
-        )
-    named = (one for one in found if one.__name__ in (config.architectures or ()))
-    return next(named, found[0])
-
-
-def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | None) -> torch.dtype:
-    known = ", ".join(map(str, _DTYPES))
-    if wanted is not None and wanted not in _DTYPES:
-        raise ConfigError(f"invalid dtype {wanted!r}: expected one of {known}")
-    found: torch.dtype = wanted or getattr(checkpoint.config, "dtype", None) or stored_dtype(checkpoint)
-    if found not in _DTYPES:
+def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | str | None) -> torch.dtype:
+    known = ", ".join(FLOATS)
+    if wanted not in (None, "auto", *FLOATS, *FLOATS.values()):
+        raise ConfigError(f"dtype is {wanted!r}; expected one of auto, {known}, or the torch.dtype itself")
+    if wanted not in (None, "auto"):
+        return FLOATS[str(wanted).removeprefix("torch.")]
+    found: torch.dtype = getattr(checkpoint.config, "dtype", None) or stored_dtype(checkpoint)
+    if found not in FLOATS.values():
         raise UnsupportedError(
             f"the config of {checkpoint.name} says dtype {found!r}; give the one to compute in, one of {known}"
         )

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
-from swarm_plugins.checkpoint.loading import CONSTRUCTION, model_classes
+from swarm_plugins.checkpoint.loading import CONSTRUCTION, class_for_task
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 
@@ -49,14 +49,8 @@ def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         CheckpointError: If the config is wrong.
         UnsupportedError: If transformers has no causal language model for it.
     """
-    name = config.name_or_path or f"a config of model_type {config.model_type!r}"
-    classes = model_classes(config, MODEL_FOR_CAUSAL_LM_MAPPING)
-    if not classes:
-        raise UnsupportedError(
-            f"transformers has no causal language model for model_type {config.model_type!r} of {name}; supported are "
-            "decoder-only mixture-of-experts models"
-        )
-    model = build_outline(classes[0], config, dtype, name)
+    model_class = class_for_task(config, "causal language model", MODEL_FOR_CAUSAL_LM_MAPPING)
+    model = build_outline(model_class, config, dtype, config.name_or_path or "this config")
     model.eval()
     return model
 

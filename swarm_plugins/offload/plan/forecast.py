@@ -85,7 +85,6 @@ def forecast(
     fast_bytes: int,
     ram_bytes: int = 0,
     bits_ratio: float = 1.0,
-    prefetch: bool = True,
 ) -> Forecast:
     """Forecasts decoding of a model on a machine, with so many bytes for experts on the device and in pinned RAM.
 
@@ -106,7 +105,7 @@ def forecast(
         if speeds.link_bytes_per_s:
             # Copies follow reads: the slower of the two sets the pace.
             moving = max(moving, copied / speeds.link_bytes_per_s)
-        hidden = _HIDDEN * min(_RECALL * moving, speeds.step_s) if prefetch else 0.0
+        hidden = _HIDDEN * min(_RECALL * moving, speeds.step_s)
         return _OVERHEAD * (speeds.step_s + moving - hidden)
 
     experts = min(layer.num_experts for layer in sizes.layers)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import random
 import statistics
 import time
@@ -23,6 +21,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, fitted, host_buffer
+from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES, DirectFile
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.interfaces import FileRange
@@ -33,7 +32,6 @@ _POOL_BYTES = 64 << 20
 _MOST_COPIES = 64
 _MOST_STEPS = 100
 _NUM_READERS = OffloadConfig().num_readers
-_PAGE = mmap.PAGESIZE
 _LINK_BYTES = 64 << 20
 _Pool: TypeAlias = Callable[[torch.Size, torch.dtype], Tensor]
 
@@ -44,7 +42,7 @@ def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7) 
     Raises:
         CheckpointError: If a file cannot be read.
     """
-    block = -(-block_bytes // _PAGE) * _PAGE
+    block = -(-block_bytes // BLOCK_BYTES) * BLOCK_BYTES
     ends_at = time.monotonic() + seconds
     started = time.perf_counter()
     with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -95,28 +93,16 @@ def _sizes(files: Sequence[Path]) -> dict[Path, int]:
 
 def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -> int:
     choose, sizes, total = random.Random(seed), _sizes(files), 0
+    opened: dict[Path, DirectFile] = {}
     # Memory as experts get it: with smaller pages the disk is slower.
     buffer = host_buffer(max(block, MIN_MAPPED_BYTES)).numpy()[:block].data
     while total == 0 or time.monotonic() < ends_at:
         (path,) = choose.choices(files, weights=list(sizes.values()))
-        start = choose.randrange(max(1, sizes[path] - block)) // _PAGE * _PAGE
+        start = choose.randrange(max(1, sizes[path] - block)) // BLOCK_BYTES * BLOCK_BYTES
         with _named(path):
-            total += _read_piece(path, start, buffer)
+            file = opened[path] = opened.get(path) or DirectFile(path)
+            total += file.read(start, [buffer])
     return total
-
-
-def _read_piece(path: Path, start: int, buffer: memoryview) -> int:
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | direct)
-    except OSError:
-        # No direct reads on this file system: the page cache drops the piece first.
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, start, len(buffer), os.POSIX_FADV_DONTNEED)
-    try:
-        return os.preadv(descriptor, [buffer], start)
-    finally:
-        os.close(descriptor)
 
 
 def link_rate(device: torch.device) -> float | None:

@@ -161,7 +161,6 @@ def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes
         # All of the room: the cache takes no more than the experts need, each of them padded a little.
         fast_bytes=room,
         ram_bytes=min(ram_bytes, sizes.expert_bytes - fast) if has_link else None,
-        prefetch=False if fast >= sizes.expert_bytes else "auto",
     )
     return OffloadPlan(
         sizes=sizes,

@@ -158,9 +158,8 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
     except Exception as exc:
         # Any kind: any line of HF's model may meet an untrusted number.
         raise UnsupportedError(
-            f"{name} ({type(model).__name__}) cannot be run without its weights to see what it takes "
-            f"({one_line(exc, with_kind=True)}): correct config.json if it was changed; otherwise "
-            "try what it takes with swarm run"
+            f"{name} ({type(model).__name__}) cannot be measured without its weights "
+            f"({one_line(exc, with_kind=True)}): correct config.json if it was changed; otherwise try swarm run"
         ) from exc
     finally:
         for module in experts.values():

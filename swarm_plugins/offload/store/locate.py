@@ -30,8 +30,7 @@ from transformers.core_model_loading import (
 
 from swarm_plugins.checkpoint import TensorInfo, find_layers, layer_list_name
 from swarm_plugins.errors import CheckpointError, UnsupportedError
-
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+from swarm_plugins.offload.interfaces import FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class _Rules:
         return target in self._state
 
     def converter(self, patterns: Sequence[str]) -> Any:
-        """Returns the rule that has these patterns, or None if they are no conversion."""
+        """Returns the rule that has these patterns, or None if nothing is converted."""
         return self._by_pattern.get(patterns[0])
 
 
@@ -198,10 +197,10 @@ def _conversion(
 
 def _check_dtypes(target: str, groups: tuple[tuple[TensorInfo, ...], ...]) -> None:
     for info in (info for group in groups for info in group):
-        if info.dtype not in _DTYPES:
+        if info.dtype not in FLOATS.values():
             raise UnsupportedError(
                 f"{info.name} of {target} is stored as {info.dtype}; expected one of "
-                f"{', '.join(map(str, _DTYPES))}: give a checkpoint whose experts are not quantized"
+                f"{', '.join(FLOATS)}: give a checkpoint whose experts are not quantized"
             )
 
 

@@ -8,11 +8,10 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
-import torch
 
 from swarm_plugins import __version__
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
-from swarm_plugins.offload.interfaces import BufferLayout
+from swarm_plugins.offload.interfaces import FLOATS, BufferLayout
 from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, NF4, OTHER_BITS, Width, width_text
 from swarm_plugins.versions import ModelVersion
 
@@ -26,7 +25,6 @@ _FORMAT = 1
 _MAX_BYTES = 100_000_000
 # Of one tensor of one expert; the largest published expert has below a billion.
 _MAX_WEIGHTS = 1 << 36
-_DTYPES = ("float64", "float32", "float16", "bfloat16")
 # As `str` writes an index: one spelling per layer, and few digits.
 _INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
 # Of untrusted text in a message, and of a name in it.
@@ -52,7 +50,7 @@ class Layer(msgspec.Struct, frozen=True):
 
     def layout(self) -> BufferLayout:
         """Returns how an expert lies in its buffer before it is quantized."""
-        return BufferLayout.of([(one.name, getattr(torch, one.dtype), one.shape) for one in self.tensors])
+        return BufferLayout.of([(one.name, FLOATS[one.dtype], one.shape) for one in self.tensors])
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,8 +178,8 @@ def _check_layer(index: str, layer: Layer) -> None:
     if not 1 <= layer.num_experts <= 1 << 20 or not layer.tensors:
         raise ValueError(f"layer {index} is said to have {layer.num_experts} experts of {len(layer.tensors)} tensors")
     for one in layer.tensors:
-        if one.dtype not in _DTYPES:
-            raise ValueError(f"a tensor of layer {index} has type {one.dtype!r}, expected one of {', '.join(_DTYPES)}")
+        if one.dtype not in FLOATS:
+            raise ValueError(f"a tensor of layer {index} has type {one.dtype!r}, expected one of {', '.join(FLOATS)}")
         _check_shape(one.name, one.shape)
 
 

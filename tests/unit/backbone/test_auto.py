@@ -150,8 +150,8 @@ def test_a_swarm_of_another_version_is_as_good_as_none(swarm: InProcessSwarm, tm
 
 def test_an_architecture_without_a_head_of_the_kind_is_refused() -> None:
     config = AutoConfig.for_model("clip_vision_model")
-    with pytest.raises(UnsupportedError, match="no causal language model class for model_type 'clip_vision_model'"):
-        class_for_task(config, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
+    with pytest.raises(UnsupportedError, match="no causal language model for model_type 'clip_vision_model'"):
+        class_for_task(config, "causal language model", MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
 @pytest.mark.parametrize("auto", [AutoSwarmModel, AutoSwarmModelForCausalLM, AutoSwarmModelForSequenceClassification])

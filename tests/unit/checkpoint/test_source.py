@@ -223,10 +223,6 @@ def test_a_file_cut_after_opening_is_noticed_when_read(single: Path, copy_of: Co
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0", r"header of \d+ bytes, expected", id="lfs"
         ),
         pytest.param(
-            (1 << 40).to_bytes(8, "little"), r"header of 1099511627776 bytes, expected 2 to 1000000", id="absurd"
-        ),
-        pytest.param((10).to_bytes(8, "little") + b"not a json", r"corrupt safetensors header", id="no-json"),
-        pytest.param(
             (50_000).to_bytes(8, "little") + b"{}", r"header ends at byte 50008, the file has 10 bytes", id="short"
         ),
     ],

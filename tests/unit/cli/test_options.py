@@ -26,8 +26,7 @@ from swarm_plugins.offload import OffloadConfig
             ),
             id="all",
         ),
-        pytest.param("prefetch=on", OffloadConfig(prefetch=True), id="on"),
-        pytest.param("prefetch=auto", OffloadConfig(), id="auto"),
+        pytest.param("prefetch=on", OffloadConfig(), id="on"),
     ],
 )
 def test_the_option_is_read(text: str, expected: OffloadConfig) -> None:
@@ -48,7 +47,7 @@ def test_the_option_is_read(text: str, expected: OffloadConfig) -> None:
         pytest.param("bits=four", "invalid --offload bits=four: expected 2, 3, 4, 8, 16 or nf4", id="no-width"),
         pytest.param("bits=5", "invalid --offload bits=5: expected 2, 3, 4, 8, 16 or nf4", id="width"),
         pytest.param("other-bits=3", "invalid --offload other-bits=3: expected 4, 8, 16 or nf4", id="other-width"),
-        pytest.param("prefetch=maybe", "invalid --offload prefetch=maybe: expected on, off or auto", id="prefetch"),
+        pytest.param("prefetch=maybe", "invalid --offload prefetch=maybe: expected on or off", id="prefetch"),
         pytest.param("readers=0", "num_readers is 0", id="readers"),
     ],
 )
@@ -63,7 +62,7 @@ def test_a_wrong_option_is_one_sentence(text: str, message: str) -> None:
         OffloadConfig(),
         OffloadConfig(fast_bytes=123 * 10**6, ram_bytes=7 * 10**9, expert_bits=3, other_bits=4),
         OffloadConfig(expert_bits="nf4", other_bits="nf4"),
-        OffloadConfig(prefetch=True, num_readers=4),
+        OffloadConfig(num_readers=4),
         OffloadConfig(fast_bytes=999, prefetch=False),
     ],
 )

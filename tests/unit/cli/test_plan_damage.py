@@ -79,7 +79,7 @@ def sentence_of(model: Path) -> str:
         pytest.param(config(num_attention_heads=0), f"ZeroDivisionError.*{CORRECT}", id="no-heads"),
         pytest.param(config(hidden_act="nope"), f"KeyError: 'nope'.*{CORRECT}", id="activation"),
         pytest.param(config(pad_token_id=99_999), f"Padding_idx.*{CORRECT}", id="padding"),
-        pytest.param(config(sliding_window=-3), f"cannot be run without its weights.*{CORRECT}", id="window"),
+        pytest.param(config(sliding_window=-3), f"cannot be measured without its weights.*{CORRECT}", id="window"),
         pytest.param(config(num_experts_per_tok=9), f"takes 9 experts of layer 0, which has 4.*{CORRECT}", id="picks"),
         pytest.param(config(attn_implementation="flash_attention_2"), "another package.*install it", id="package"),
         pytest.param(config(quantization_config={"quant_method": "mxfp4"}), "give the unquantized", id="codes"),

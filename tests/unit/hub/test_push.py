@@ -96,12 +96,6 @@ def test_somebody_who_pushes_in_between_every_time_is_named(
     assert tags(hub) == {}
 
 
-def test_a_hub_that_is_down_is_named(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
-    hub.faults.is_down = True
-    with pytest.raises(HubError, match=r"push to alice/adapter: the Hub cannot be reached"):
-        push_folder(make_folder(), target, token=TOKEN, retries=FAST)
-
-
 @pytest.mark.parametrize(
     ("repo", "token", "message"),
     [
@@ -119,12 +113,6 @@ def test_a_refusal_is_not_tried_again(
     with pytest.raises((HubError, ConfigError), match=message):
         push_folder(folder, PushTarget(repo_id=repo, endpoint=hub.endpoint), token=token, retries=FAST)
     assert sum(request.path == "/api/repos/create" for request in hub.requests) <= 1
-
-
-def test_no_token_for_a_repository_that_is_there(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
-    hub.store.create("alice/adapter")
-    with pytest.raises(HubError, match=r"no valid token"):
-        push_folder(make_folder(), target, token=False, retries=FAST)
 
 
 def test_a_tag_that_is_taken_by_another_run_is_passed_over(

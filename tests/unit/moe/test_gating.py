@@ -72,11 +72,6 @@ def test_seats_go_by_choice_and_position(
         assert int((kept & (index == expert)).sum()) == min(wanted, room)
 
 
-def test_all_tokens_on_one_expert_keep_the_earliest() -> None:
-    kept = within_capacity(torch.full((8, 1), 2), 4, 1.0)
-    assert kept.flatten().tolist() == [True, True] + [False] * 6
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_named(bad: float) -> None:
     logits = logits_of(0, 5, 4)

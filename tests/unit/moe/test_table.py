@@ -12,7 +12,6 @@ from experts_kit import FLAGS, NUM_EXPERTS, WIDTH, family
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm_plugins.moe.table import run_table
@@ -193,16 +192,6 @@ def test_the_first_result_and_sorted_routing_weights_are_all_that_is_kept_for_th
     new = [tuple(one.shape) for one in kept if one.data_ptr() not in known]
     num_rows = int((inputs[1] < NUM_EXPERTS).sum())
     assert new == [(num_rows, experts.gate_up_proj.shape[1]), (inputs[1].numel(), 1)]
-
-
-def test_checkpointing_gives_the_same_gradients() -> None:
-    experts, inputs = case(12)
-    again = with_gradients(
-        lambda module, *rest: checkpoint(run_table, module, *rest, use_reentrant=False), experts, *inputs
-    )
-    assert all(
-        torch.equal(one, other) for one, other in zip(again, with_gradients(run_table, experts, *inputs), strict=True)
-    )
 
 
 @pytest.mark.parametrize("flags", [{}, {"has_bias": True, "is_transposed": True}])

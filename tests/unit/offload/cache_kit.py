@@ -119,6 +119,11 @@ def borrowed(cache: BoundedCache, layer: int, experts: Sequence[int]) -> dict[in
     return {expert: content(views) for expert, views in cache.borrow(layer, experts)}
 
 
+def forget_counts(cache: BoundedCache) -> None:
+    """Counts from zero, with the memory as it is."""
+    cache._counters.__init__(cache.num_experts)  # type: ignore[misc]
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     """Waits for what other threads do, for 30 s at the most."""
     deadline = time.monotonic() + 30

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from swarm_plugins.offload.formats.experts import width_on
 from swarm_plugins.offload.widths import EXPERT_BITS, num_bits, sort_key, width_text
 
 
@@ -12,5 +9,3 @@ def test_widths_have_an_order_and_words() -> None:
     assert sorted(EXPERT_BITS, key=sort_key) == [2, 3, 4, "nf4", 8, 16]
     assert [num_bits(width) for width in (3, "nf4")] == [3, 4]
     assert [width_text(width) for width in (3, "nf4")] == ["3 bits", "nf4"]
-    assert [width_on(4, torch.device(name)) for name in ("cpu", "cuda:1")] == [4, "nf4"]
-    assert width_on(8, torch.device("cuda")) == 8

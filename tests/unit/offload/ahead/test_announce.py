@@ -10,7 +10,6 @@ from experts_kit import ListCache, pair
 from torch.utils.checkpoint import checkpoint
 
 from swarm_plugins.offload.ahead.announce import ReadingAhead
-from swarm_plugins.offload.ahead.trial import PayTrial
 
 
 class Told(ListCache):
@@ -66,38 +65,3 @@ def test_what_is_computed_once_more_in_a_backward_pass_announces_nothing_forward
     result.sum().backward()
     ahead.backward(3)
     assert cache.guesses == [(1, [0, 1, 2])]
-
-
-class Saying(PayTrial):
-    """Says what it is told to, and remembers which passes were a measure."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answer = True
-        self.measures: list[bool] = []
-
-    def begin_pass(self, now_s: float, *, is_decode: bool) -> bool:
-        self.measures.append(is_decode)
-        return self.answer
-
-
-def test_a_trial_that_finds_no_gain_ends_it_until_it_does() -> None:
-    cache, trial = Told(), Saying()
-    ahead = ReadingAhead(cache, {1: 4, 3: 6}, trial)
-
-    def train() -> int:
-        cache.guesses.clear()
-        for layer in (1, 3):
-            ahead.forward(layer, [0, 1, 2])
-        for layer in (3, 1):
-            ahead.backward(layer)
-        return len(cache.guesses)
-
-    assert train() == 2
-    trial.answer = False
-    assert train() == 0
-    trial.answer = True
-    assert train() == 2
-    ahead.forward(1, [0])
-    ahead.forward(1, [0])
-    assert trial.measures == [False, True, True, True, False]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache import budget
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.disk.buffers import BufferPool, host_buffer
@@ -138,8 +138,3 @@ def test_a_forked_process_keeps_no_experts() -> None:
         os._exit(int(buffer.numpy().any()))
     assert os.waitpid(pid, 0)[1] == 0
     assert buffer.numpy().all()
-
-
-def test_a_budget_below_nothing_is_refused_by_the_config() -> None:
-    with pytest.raises(ConfigError, match="fast_bytes is -1"):
-        OffloadConfig(fast_bytes=-1)

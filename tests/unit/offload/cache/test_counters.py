@@ -22,16 +22,6 @@ def test_ratios() -> None:
     assert (stats.hit_ratio, stats.recall, stats.waste) == (0.75, 0.5, pytest.approx(0.2))
 
 
-def test_a_reset_starts_from_zero_and_keeps_the_memory(tmp_path: Path) -> None:
-    cache = make(make_store(tmp_path), num_fast=4)
-    borrowed(cache, 0, [1, 2])
-    cache._counters.reset()
-    assert cache.stats() == OffloadStats(uses=dict.fromkeys(range(3), (0, 0, 0, 0)))
-    borrowed(cache, 0, [1, 2])
-    assert (cache.stats().hits, cache.stats().misses) == (2, 0)
-    cache.close()
-
-
 def test_uses_are_counted_per_expert_and_time_is_taken(tmp_path: Path) -> None:
     cache = make(make_store(tmp_path), num_fast=4)
     for experts in ([1, 2], [2], [2, 3]):

@@ -78,17 +78,6 @@ def test_a_borrower_that_stops_half_way_leaves_nothing_held(store: FakeStore, ca
     wait_for(lambda: not any(cache._policy.is_held(key) for key in store.contents))
 
 
-def test_two_caches_on_the_same_files_do_not_disturb_each_other(store: FakeStore) -> None:
-    caches = [make(store, num_fast=3) for _ in range(2)]
-    loans = [zip(cache.borrow(0, range(4)), range(4), strict=True) for cache in caches]
-    for pair in zip(*loans, strict=True):
-        for (expert, views), _ in pair:
-            assert content(views) == store.expected(0, expert)
-    caches[0].close()
-    assert borrowed(caches[1], 2, [3]) == {3: store.expected(2, 3)}
-    caches[1].close()
-
-
 def test_an_unreferenced_cache_is_gone_with_its_threads_and_files(store: FakeStore) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     cache = make(store, num_fast=4)

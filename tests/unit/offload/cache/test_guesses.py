@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cache_kit import FakeStore, borrowed, content, make, wait_for
+from cache_kit import FakeStore, borrowed, content, forget_counts, make, wait_for
 
 from swarm_plugins.offload.cache.cache import BoundedCache
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
@@ -54,7 +54,7 @@ def test_a_right_guess_makes_a_hit(cache: BoundedCache) -> None:
     cache.guess(1, [2, 3])
     borrowed(cache, 0, [0])
     wait_for(lambda: is_ready(cache, 1, 2) and is_ready(cache, 1, 3))
-    cache._counters.reset()
+    forget_counts(cache)
     borrowed(cache, 1, [2, 3])
     stats = cache.stats()
     assert (stats.hits, stats.misses, stats.bytes_read) == (2, 0, 0)
@@ -83,7 +83,7 @@ def test_a_late_guess_is_joined_not_read_twice(
     store: FakeStore, cache: BoundedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     borrowed(cache, 0, [0])
-    cache._counters.reset()
+    forget_counts(cache)
     gate = Gate(monkeypatch)
     cache.guess(1, [2])
     borrowed(cache, 0, [0])
@@ -100,7 +100,7 @@ def test_a_wrong_guess_that_waits_is_never_read(
 ) -> None:
     borrowed(cache, 0, [0])
     borrowed(cache, 1, [0])
-    cache._counters.reset()
+    forget_counts(cache)
     gate = Gate(monkeypatch)
     cache.guess(1, [1, 2, 3])  # two readers: the third waits
     borrowed(cache, 0, [0])
@@ -151,7 +151,7 @@ def test_a_better_guess_takes_the_place_of_the_one_before(store: FakeStore, cach
 
 def test_a_layer_that_a_guess_makes_complete_keeps_the_guess(store: FakeStore, cache: BoundedCache) -> None:
     borrowed(cache, 2, [0, 1, 2])
-    cache._counters.reset()
+    forget_counts(cache)
     cache.guess(1, [])
     cache.guess(2, [3])
     borrowed(cache, 0, [0])

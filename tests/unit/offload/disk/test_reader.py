@@ -19,7 +19,7 @@ from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, fitted, host_buffer
 from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
-from swarm_plugins.offload.disk.reader import CHUNK_BYTES, RangeReader, ReadCancelled, targets_of
+from swarm_plugins.offload.disk.reader import CHUNK_BYTES, RangeReader, ReadCancelled
 from swarm_plugins.offload.interfaces import FileRange
 
 SIZE = 3 * CHUNK_BYTES + 777
@@ -128,26 +128,6 @@ def test_a_missing_file_is_named_with_the_tensor(tmp_path: Path) -> None:
         read([FileRange(tmp_path / "gone.safetensors", 0, 10, 0, "w1")], 10)
 
 
-def test_a_failing_disk_is_named_with_the_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match=r"tensor 'w2' cannot be read: Input/output error; is the disk there"):
-        read([FileRange(path, 0, 10, 0, "w2")], 10)
-
-
-def test_a_file_that_vanishes_while_open_is_read_to_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(bytes(range(256)))
-    reader, into = RangeReader(), np.zeros(16, np.uint8)
-    reader.read([FileRange(path, 0, 16, 0, "a")], into, job())
-    path.unlink()
-    reader.read([FileRange(path, 16, 16, 0, "b")], into, job())
-    reader.close()
-    assert into.tolist() == list(range(16, 32))
-
-
 def test_a_cancelled_read_stops_at_the_next_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, wanted = RangeReader(), job()
     real, calls = os.preadv, []
@@ -234,19 +214,6 @@ def test_a_disk_that_gives_nothing_is_no_short_file(path: Path, monkeypatch: pyt
         read([FileRange(path, 5, 100, 0, "a")], 100)
 
 
-def test_bytes_taken_are_counted(path: Path) -> None:
-    reader = RangeReader()
-    assert reader.read([FileRange(path, 3, 1000, 0, "a")], np.zeros(1000, np.uint8), job()) == 1000
-    reader.close()
-
-
-def test_no_file_stays_open_after_close(path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        read([FileRange(path, 0, 10, 0, "a")], 10)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_a_file_stays_open_until_the_disk_has_answered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, real, errors = threading.Event(), threading.Event(), os.preadv, list[CheckpointError]()
 
@@ -324,13 +291,3 @@ def test_an_expert_that_fits_is_copied_at_its_ends_only(path: Path, monkeypatch:
     in_place = [len(view) for view in views if first <= np.frombuffer(view, np.uint8).ctypes.data < last]
     assert in_place == [third - BLOCK_BYTES] * 3
     assert sum(len(view) for view in views) - sum(in_place) == 4 * BLOCK_BYTES
-
-
-def test_targets_follow_each_other() -> None:
-    into = fitted(host_buffer(1 << 20), [FileRange(Path("weights"), 5000, 1 << 20, 0, "w")], 1).numpy()
-    targets = list(targets_of(4096, 4096 + 16 * BLOCK_BYTES, [FileRange(Path("weights"), 5000, 30_000, 0, "w")], into))
-    assert [(one.start // BLOCK_BYTES, one.num_bytes // BLOCK_BYTES, one.place is None) for one in targets] == [
-        (1, 1, True),
-        (2, 6, False),
-        (8, 9, True),
-    ]

@@ -58,20 +58,17 @@ def test_with_everything_in_memory_nothing_is_read_and_the_speed_is_the_resident
 
 
 def test_without_memory_every_expert_of_a_token_is_read() -> None:
-    expected = forecast(sizes(), SPEEDS, fast_bytes=0, prefetch=False)
+    expected = forecast(sizes(), SPEEDS, fast_bytes=0)
     assert expected.read_bytes == 160 * MB
-    # A tenth is neither products nor reads.
-    assert 1 / expected.tokens_per_s == pytest.approx(1.1 * (0.05 + 0.16))
+    # A tenth is neither products nor reads; reads hide behind at most seven tenths of the products.
+    assert 1 / expected.tokens_per_s == pytest.approx(1.1 * (0.05 + 0.16 - 0.7 * 0.05))
 
 
-def test_more_memory_is_never_slower_and_reading_ahead_never_costs() -> None:
+def test_more_memory_is_never_slower() -> None:
     budgets = range(0, 700 * MB, 40 * MB)
-    blind = [forecast(sizes(), SPEEDS, fast_bytes=budget, prefetch=False).tokens_per_s for budget in budgets]
-    ahead = [forecast(sizes(), SPEEDS, fast_bytes=budget).tokens_per_s for budget in budgets]
-    assert blind == sorted(blind)
-    assert ahead == sorted(ahead)
-    assert all(with_guesses >= without for with_guesses, without in zip(ahead, blind, strict=True))
-    assert max(ahead) <= 1 / (1.1 * 0.05) + 1e-9
+    rates = [forecast(sizes(), SPEEDS, fast_bytes=budget).tokens_per_s for budget in budgets]
+    assert rates == sorted(rates)
+    assert max(rates) <= 1 / (1.1 * 0.05) + 1e-9
 
 
 def test_ram_counts_only_beside_a_device_with_a_memory_of_its_own() -> None:
@@ -90,16 +87,14 @@ def test_a_plan_divides_the_memory_to_the_last_byte() -> None:
     plan = make_plan(sizes(), SPEEDS, memory_bytes=FIXED + 160 * MB)
     assert plan.fast_bytes == plan.config.fast_bytes == 160 * MB
     assert plan.forecast.fast_share == 0.25
-    assert plan.config.prefetch == "auto"
     assert plan.config.ram_bytes is None
     assert not plan.fits
 
 
-def test_a_plan_for_more_memory_than_needed_takes_all_experts_and_guesses_nothing() -> None:
+def test_a_plan_for_more_memory_than_needed_takes_all_experts() -> None:
     plan = make_plan(sizes(), SPEEDS, memory_bytes=FIXED + 900 * MB)
     assert plan.fits
     assert plan.fast_bytes == 640 * MB
-    assert plan.config.prefetch is False
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:

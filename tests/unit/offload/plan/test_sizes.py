@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.plan.sizes import model_sizes
 from swarm_plugins.testing.models import save_tiny, tiny_model
@@ -49,11 +48,3 @@ def test_sizes_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> Non
 def test_layers_without_experts_are_left_out(tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path, num_layers=3)
     assert [layer.layer for layer in model_sizes(Checkpoint.open(tmp_path)).layers] == [1, 2]
-
-
-def test_a_dense_model_is_refused(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path, num_layers=1)
-    with pytest.raises(
-        UnsupportedError, match=r"has no experts: only mixture-of-experts models can be offloaded, load"
-    ):
-        model_sizes(Checkpoint.open(tmp_path))

@@ -201,16 +201,6 @@ def test_a_huge_number_of_experts_in_the_config_takes_no_memory(tmp_path: Path) 
     assert peak < 10_000_000, "a set of all indices takes hundreds of megabytes"
 
 
-def test_experts_without_width_are_refused(tmp_path: Path) -> None:
-    config = toy_config("mixtral")
-    config.intermediate_size = 0
-    save_toy("mixtral", tmp_path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj has the shape \[6, 0, 32\], which holds nothing"):
-        locate_experts(model, paths_of(model), Checkpoint.open(tmp_path).tensors)
-
-
 def converted_by(operation: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes transformers convert the fused experts of Mixtral's checkpoints by an operation."""
     rules = [

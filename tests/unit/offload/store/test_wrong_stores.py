@@ -72,7 +72,7 @@ def transposed(about: About) -> None:
         pytest.param(4, tensors_with(1, shape=[40, 48]), r"'down_proj': \(40, 48\)", id="same-padding"),
         pytest.param(16, transposed, r"asks for \{'gate_up_proj': \(32, 96\)", id="transposed"),
         pytest.param(4, transposed, "which only experts of 16 bits may be", id="transposed-codes"),
-        pytest.param(16, tensors_with(0, dtype="float4_e2m1fn_x2"), "expected one of float64, float32", id="no-type"),
+        pytest.param(16, tensors_with(0, dtype="float4_e2m1fn_x2"), "expected one of bfloat16, float16", id="no-type"),
     ],
 )
 def test_experts_that_are_not_those_of_the_config_are_refused(
