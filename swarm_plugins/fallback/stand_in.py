@@ -82,7 +82,7 @@ class StandIn:
 
     def _host(self, blocks: range) -> _Hosted:
         # Loads what a server needs, now that this client has to be one.
-        served = importlib.import_module("swarm_plugins.server.stand_in").host_blocks(self._open_checkpoint(), blocks)
+        served = importlib.import_module("swarm_plugins.server.assembly").host_blocks(self._open_checkpoint(), blocks)
         return _Hosted(new_identity().peer_id, blocks, served)
 
     async def close(self) -> None:

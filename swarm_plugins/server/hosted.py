@@ -17,7 +17,7 @@ from swarm_plugins.server.failures import RequestError
 
 
 class HostedSpans:
-    """One or two spans behind one compute thread, one KV budget and one set of stores; fulfils `SchedulerRunner`.
+    """One or two spans behind one compute thread, one KV budget and one set of stores; fulfils `SpansRunner`.
 
     A request names its blocks, and runs on the span that holds them; the caches of sessions fit every span. Spans are
     added and dropped on the compute thread, between requests.
@@ -30,6 +30,8 @@ class HostedSpans:
         self._spans = [span]
         self._on_block_boundary: Callable[[], None] | None = None
         self._spec = span.spec
+        self.weights: Collection[int] = frozenset(storages(span))
+        """Addresses of the spans' own storages."""
         self.pool = span.pool
         """The KV budget of all spans."""
 
@@ -53,11 +55,6 @@ class HostedSpans:
     def free_tokens(self) -> int:
         """Tokens that the KV budget still has room for, in all blocks of the span that is served."""
         return self._spans[-1].free_tokens if self._spans else 0
-
-    @property
-    def weights(self) -> Collection[int]:
-        """Addresses of the spans' own storages."""
-        return {address for span in self._spans for address in storages(span)}
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +119,7 @@ class HostedSpans:
             span.close()
 
     def _describe(self) -> None:
+        self.weights = frozenset(address for span in self._spans for address in storages(span))
         layouts = {block: layout for span in self._spans for block, layout in span.spec.kv_layouts.items()}
         if not self._spans:
             self._spec = dataclasses.replace(self._spec, blocks=range(0), left=None, kv_layouts={})

@@ -38,7 +38,6 @@ from swarm_plugins.server.startup.placing import Swarm, mobility_of, snapshot_of
 from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.transport.channel import Opener
-from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +63,6 @@ class Mover:
     """What answers requests."""
     spans: HostedSpans
     """What runs them."""
-    info: Callable[[], ServerInfo]
-    """Returns what the server announces."""
-    describe: Callable[..., ServerInfo]
-    """Changes fields of that."""
     load: Callable[[range], Span]
     """Loads a span, in a thread."""
 
@@ -79,7 +74,7 @@ class Mover:
         """Looks at the swarm from time to time, and moves when it is this server's turn."""
         turns = Turns(self.presence.peer_id)
         every_s = self.config.announce_every_s
-        self.describe(mobility=mobility_of(self.config, self.spans.num_bytes))
+        self.service.describe(mobility=mobility_of(self.config, self.spans.num_bytes))
         while True:
             await asyncio.sleep(every_s * random.uniform(0.75, 1.25))
             try:
@@ -95,11 +90,11 @@ class Mover:
 
     async def _due(self, turns: Turns) -> Move | None:
         is_resting = self.service.draining.is_leaving or _now() < self._resting_until
-        self.describe(mobility="pinned" if is_resting else mobility_of(self.config, self.spans.num_bytes))
+        self.service.describe(mobility="pinned" if is_resting else mobility_of(self.config, self.spans.num_bytes))
         return None if is_resting else turns.mine(await self._look(), _now())
 
     async def _look(self) -> Snapshot:
-        info = self.info()
+        info = self.service.info()
         try:
             infos = await self._pulse.living(await self.presence.servers(info.version, info.num_blocks))
         except TransportError as error:
@@ -109,9 +104,9 @@ class Mover:
         return snapshot_of(info.num_blocks, infos | {self.presence.peer_id: info})
 
     async def _announce(self, **changes: object) -> None:
-        self.describe(**changes)
+        self.service.describe(**changes)
         try:
-            await self.presence.announce(self.info)
+            await self.presence.announce(self.service.info)
         except TransportError as error:
             log.warning("cannot announce a move now: %s", error)
 
@@ -121,7 +116,7 @@ class Mover:
         Raises:
             SwarmError: If the new span cannot be loaded; the old one is served then.
         """
-        old = self.info()
+        old = self.service.info()
         log.info("moving from blocks %d:%d to %d:%d", old.start, old.end, move.blocks.start, move.blocks.stop)
         try:
             await self._announce(target=_pair(move.blocks))
@@ -129,9 +124,9 @@ class Mover:
             if await self._is_free(move):
                 await (self._drop_then_load(move) if old.mobility == "drops-first" else self._load_then_drop(move))
         finally:
-            is_off = self.info().target is not None
+            is_off = self.service.info().target is not None
             # Not announced here: a server that ends has no time, the next announcement follows in any case.
-            self.describe(target=None)
+            self.service.describe(target=None)
         if is_off:
             await self._announce()
 
@@ -165,7 +160,7 @@ class Mover:
         if not self._is_safe(await self._look(), move):
             log.warning("staying: other servers of these blocks have gone meanwhile")
             service.draining.end()
-            self.describe(state="online")
+            self.service.describe(state="online")
             return
         await self._on_compute_thread(self.spans.drop_all)
         await self._forget_all_but(range(0))
@@ -206,7 +201,6 @@ class Mover:
             except ConfigError as error:
                 log.warning("an adapter is not offered on the new blocks: %s", error)
         await self._on_compute_thread(functools.partial(self.spans.add, span))
-        service.weights = self.spans.weights
         service.kv_tokens = self.config.kv_bytes // max(1, span.spec.kv_token_bytes)
         service.draining.begin(span.blocks)
         # While it waits for open sessions the next move is not its turn.
@@ -233,7 +227,6 @@ class Mover:
             return any(part.inputs.blocks.start < kept.start or part.inputs.blocks.stop > kept.stop for part in parts)
 
         self.service.activations.drop_where(is_gone)
-        self.service.weights = self.spans.weights
         self.service.draining.end()
         await in_thread(return_free_memory)
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
+import torch
 
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.offload.held import HeldExperts
-from swarm_plugins.server import limits
 from swarm_plugins.server.background import in_thread, kept_going, sweep
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServeConfig
@@ -27,7 +27,7 @@ from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.table import operator_handlers, service_handlers
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
-from swarm_plugins.server.startup.capacity import checked_device, set_budgets
+from swarm_plugins.server.startup.capacity import Speed, checked_device, set_budgets
 from swarm_plugins.server.startup.held_experts import load_held, measure_held
 from swarm_plugins.server.startup.joining import joining_info
 from swarm_plugins.server.startup.placing import choose_blocks, may_move
@@ -84,19 +84,11 @@ class SwarmServer:
         Raises:
             ConfigError: If it has not been started.
         """
+        if self._service is not None:
+            return self._service.info()
         if self._info is None:
             raise ConfigError("this server has not been started: call start() first")
-        if self._service is None:
-            return self._info
-        load, served = round(self._service.scheduler.load, 3), self._service.counts.tokens.total()
-        info = self._service.draining.shown(msgspec.structs.replace(self._info, load=load, served_tokens=served))
-        if self._spans is None or not isinstance(self._service, Service):
-            return info
-        # What idle sessions give back when it is needed is free.
-        idle = sum(one.held_tokens for one in self._service.sessions.expired(limits.SESSION_LEASE_S))
-        free = self._spans.free_tokens + idle // max(1, len(self._spans.spec.blocks))
-        unkept, refused = self._service.activations.num_unkept, self._service.pushes.num_refused
-        return msgspec.structs.replace(info, free_kv_tokens=free, unkept_graphs=unkept, refused_pushes=refused)
+        return self._info
 
     @property
     def service(self) -> Service | ExpertsService | None:
@@ -196,42 +188,30 @@ class SwarmServer:
                 presence=self._presence,
                 service=service,
                 spans=self._spans,
-                info=lambda: self.info,
-                describe=self._describe,
                 load=loader.load,
             )
             self._chores.append(kept_going(mover.run(), "move to where the swarm needs it"))
 
     def _describe(self, **changes: object) -> ServerInfo:
-        """Changes what is announced."""
-        if self._info is not None:
-            self._info = msgspec.structs.replace(self._info, **changes)
-        return self.info
+        """Changes what is announced before there is a service."""
+        self._info = msgspec.structs.replace(self.info, **changes)
+        return self._info
 
     async def _serve_experts(self, held: HeldExperts) -> None:
         speed = await in_thread(lambda: measure_held(held))
-        scheduler = Scheduler(held, points=self._points)
         held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S))
         self._service = ExpertsService(
-            version=self.info.version,
+            announced=_online(self.info, held.dtype, speed),
             held=held,
-            scheduler=scheduler,
-            info=lambda: self.info,
+            scheduler=Scheduler(held, points=self._points),
             max_batch_tokens=self.config.max_batch_tokens,
             ledger=self._ledger,
-        )
-        self._info = msgspec.structs.replace(
-            self.info,
-            dtype=str(held.dtype).removeprefix("torch."),
-            state="online",
-            throughput=round(speed.throughput, 3),
-            decode_s=speed.decode_s,
         )
         await self._go_online(self._service)
 
     async def _go_online(self, service: Service | ExpertsService) -> None:
         presence = self._joined()
-        self._describe(max_batch_tokens=set_budgets(service, self.config))
+        service.describe(max_batch_tokens=set_budgets(service, self.config))
         service.scheduler.start()
         self._chores.append(kept_going(sweep(service), "drop expired graphs"))
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)
@@ -245,36 +225,26 @@ class SwarmServer:
         speed = await loader.measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         chunk_tokens = max(_MIN_PACK_TOKENS, min(_MAX_PACK_TOKENS, pack_tokens))
-        scheduler = Scheduler(spans, self._points, chunk_tokens=chunk_tokens)
         kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
-        info = self.info
-        self._info = msgspec.structs.replace(
-            info,
-            dtype=str(span.spec.dtype).removeprefix("torch."),
-            state="online",
-            throughput=round(speed.throughput, 3),
-            decode_s=speed.decode_s,
-            network_tokens_s=await rate_of_network(span, self._joined(), info),
+        max_session_tokens = min(config.max_session_tokens, span.spec.max_positions, kv_tokens)
+        announced = msgspec.structs.replace(
+            _online(self.info, span.spec.dtype, speed),
+            network_tokens_s=await rate_of_network(span, self._joined(), self.info),
             total_kv_tokens=kv_tokens,
-            max_session_tokens=min(config.max_session_tokens, span.spec.max_positions, kv_tokens),
+            max_session_tokens=max_session_tokens,
             needs=() if share is None else share.needs,
             pushes=True,
         )
         service = self._service = Service(
-            version=info.version,
-            num_blocks=info.num_blocks,
+            announced=announced,
             runner=spans,
-            scheduler=scheduler,
-            info=lambda: self.info,
-            check_adapter=spans.check_adapter,
-            weight_norms=spans.weight_norms,
+            scheduler=Scheduler(spans, self._points, chunk_tokens=chunk_tokens),
             max_batch_tokens=config.max_batch_tokens,
-            max_session_tokens=self._info.max_session_tokens,
+            max_session_tokens=max_session_tokens,
             run_limits=RunLimits(
                 portion_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S)), token_bytes=speed.token_bytes
             ),
             kv_tokens=kv_tokens,
-            weights=spans.weights,
             activations=ActivationStore(config.activation_bytes or 0),
             adapters=AdapterStore(config.adapter_bytes),
             ledger=self._ledger,
@@ -284,7 +254,7 @@ class SwarmServer:
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
         await self._go_online(service)
-        measured = keep_measured(self._joined(), lambda: self.info, self._describe, every_s=config.announce_every_s)
+        measured = keep_measured(self._joined(), service.info, service.describe, every_s=config.announce_every_s)
         self._chores.append(kept_going(measured, "measure round trips to neighbors"))
         return service
 
@@ -348,3 +318,14 @@ class SwarmServer:
         if self._presence is None:
             raise ConfigError("this server is not running: call start() first, and nothing after close()")
         return self._presence
+
+
+def _online(info: ServerInfo, dtype: torch.dtype, speed: Speed) -> ServerInfo:
+    """Returns what a server announces once it has loaded and measured what it serves."""
+    return msgspec.structs.replace(
+        info,
+        dtype=str(dtype).removeprefix("torch."),
+        state="online",
+        throughput=round(speed.throughput, 3),
+        decode_s=speed.decode_s,
+    )

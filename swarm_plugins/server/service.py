@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
@@ -28,11 +29,10 @@ from swarm_plugins.server.state.slots import Slots
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.server_info import ServerInfo
 
-AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...], int], LoadedAdapter]
-"""Checks digest, structure and tensors of an upload against the span and the memory of a run, before it is kept."""
-
 MAX_REQUEST_BYTES = 4 << 30
 """Most bytes of all requests that are being received, worked on and answered, unless the server says otherwise."""
+_STORE_BYTES = 1 << 28
+"""Budgets of graphs and of adapters, unless the server says otherwise."""
 
 
 @dataclass
@@ -46,54 +46,26 @@ class ServiceCounts:
     """Requests that were answered with a failure, by its kind."""
 
 
-@dataclass(kw_only=True)
-class Service:
-    """One span with everything needed to serve it."""
+class SpansRunner(SchedulerRunner, Protocol):
+    """The blocks that a server runs: `HostedSpans`, or those of a test."""
 
-    version: str
-    """Model version; requests must name it."""
-    num_blocks: int
-    """Blocks of the whole model."""
-    runner: SchedulerRunner
-    scheduler: Scheduler
-    info: Callable[[], ServerInfo]
-    """Returns what the server announces now."""
-    check_adapter: AdapterCheck
-    weight_norms: Callable[[LoadedAdapter], tuple[torch.Tensor, ...]] = lambda adapter: ()
-    """Returns the norms of weights that an adapter's layers start from; called on the compute thread."""
-    max_batch_tokens: int = 16_384
-    """Largest ``B * S`` of one request."""
-    max_session_tokens: int = 32_768
-    """Longest sequence of one session."""
-    run_limits: RunLimits = field(default_factory=RunLimits)
-    """Memory of a running forward or backward, and how many tokens run at a time."""
-    kv_tokens: int | None = None
-    """Tokens that the whole KV budget holds, for the whole span. None: unknown."""
-    weights: Collection[int] = ()
-    """Addresses of the span's own storages."""
-    activations: ActivationStore[tuple[KeptForward, ...]] = field(default_factory=lambda: ActivationStore(0))
-    adapters: AdapterStore = field(default_factory=lambda: AdapterStore(0))
-    sessions: SessionTable = field(default_factory=lambda: SessionTable(limits.MAX_SESSIONS_OF_PEER))
-    ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
-    """What the requests of each peer hold."""
-    counts: ServiceCounts = field(default_factory=ServiceCounts)
-    draining: Draining = field(default_factory=Draining)
-    identity: Identity | None = None
-    """Signs receipts. None: there are none."""
-    pushes: Pushes = field(default_factory=Pushes)
-    """Hands outputs on to other servers."""
-    slots: Slots = field(default_factory=Slots)
-    """What they hand to this one, but for sessions."""
+    weights: Collection[int]
+    """Addresses of their own storages."""
 
     @property
-    def points(self) -> Points:
-        """What other identities have done for this server, and it for them."""
-        return self.scheduler.points
+    def free_tokens(self) -> int:
+        """Tokens that the KV budget still has room for, in all blocks."""
+        ...
 
-    @property
-    def spec(self) -> SpanSpec:
-        """What the span holds and accepts."""
-        return self.runner.spec
+    def check_adapter(
+        self, digest: str, spec: AdapterSpec, tensors: tuple[torch.Tensor, ...], run_bytes: int
+    ) -> LoadedAdapter:
+        """Checks an upload against the blocks and the memory of a run, before it is kept."""
+        ...
+
+    def weight_norms(self, adapter: LoadedAdapter) -> tuple[torch.Tensor, ...]:
+        """Returns the norms of weights that an adapter's layers start from; called on the compute thread."""
+        ...
 
 
 class ExpertsRunner(Interruptible, Protocol):
@@ -118,23 +90,86 @@ class ExpertsRunner(Interruptible, Protocol):
 
 
 @dataclass(kw_only=True)
-class ExpertsService:
-    """Experts of some blocks with everything needed to serve them."""
+class _Serving:
+    """What all services have."""
 
-    version: str
-    """Model version; requests must name it."""
-    held: ExpertsRunner
+    announced: ServerInfo
+    """What the server announces, but for what changes by itself; see `info`."""
     scheduler: Scheduler
-    info: Callable[[], ServerInfo]
-    """Returns what the server announces now."""
     max_batch_tokens: int = 16_384
-    """Most rows of one request."""
+    """Largest ``B * S`` of one request; of experts, most rows."""
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
     """What the requests of each peer hold."""
     counts: ServiceCounts = field(default_factory=ServiceCounts)
     draining: Draining = field(default_factory=Draining)
 
     @property
+    def version(self) -> str:
+        """Model version; requests must name it."""
+        return self.announced.version
+
+    @property
     def points(self) -> Points:
         """What other identities have done for this server, and it for them."""
         return self.scheduler.points
+
+    def info(self) -> ServerInfo:
+        """Returns what the server announces now."""
+        load, served = round(self.scheduler.load, 3), self.counts.tokens.total()
+        return self.draining.shown(msgspec.structs.replace(self.announced, load=load, served_tokens=served))
+
+    def describe(self, **changes: object) -> ServerInfo:
+        """Changes what is announced."""
+        self.announced = msgspec.structs.replace(self.announced, **changes)
+        return self.info()
+
+
+@dataclass(kw_only=True)
+class Service(_Serving):
+    """Blocks with everything needed to serve them."""
+
+    runner: SpansRunner
+    max_session_tokens: int = 32_768
+    """Longest sequence of one session."""
+    run_limits: RunLimits = field(default_factory=RunLimits)
+    """Memory of a running forward or backward, and how many tokens run at a time."""
+    kv_tokens: int | None = None
+    """Tokens that the whole KV budget holds, for the whole span. None: unknown."""
+    activations: ActivationStore[tuple[KeptForward, ...]] = field(default_factory=lambda: ActivationStore(_STORE_BYTES))
+    adapters: AdapterStore = field(default_factory=lambda: AdapterStore(_STORE_BYTES))
+    sessions: SessionTable = field(default_factory=lambda: SessionTable(limits.MAX_SESSIONS_OF_PEER))
+    identity: Identity | None = None
+    """Signs receipts. None: there are none."""
+    pushes: Pushes = field(default_factory=Pushes)
+    """Hands outputs on to other servers."""
+    slots: Slots = field(default_factory=Slots)
+    """What they hand to this one, but for sessions."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole model."""
+        return self.announced.num_blocks
+
+    @property
+    def spec(self) -> SpanSpec:
+        """What the span holds and accepts."""
+        return self.runner.spec
+
+    def info(self) -> ServerInfo:
+        """Returns what the server announces now."""
+        info = msgspec.structs.replace(
+            super().info(), unkept_graphs=self.activations.num_unkept, refused_pushes=self.pushes.num_refused
+        )
+        if self.kv_tokens is None:
+            return info
+        # What idle sessions give back when it is needed is free.
+        idle = sum(one.held_tokens for one in self.sessions.expired(limits.SESSION_LEASE_S))
+        free = self.runner.free_tokens + idle // max(1, len(self.spec.blocks))
+        return msgspec.structs.replace(info, free_kv_tokens=free)
+
+
+@dataclass(kw_only=True)
+class ExpertsService(_Serving):
+    """Experts of some blocks with everything needed to serve them."""
+
+    held: ExpertsRunner

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 
 from swarm_plugins.blocks.kv import KVPool
@@ -18,22 +17,19 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.links import Link
 from swarm_plugins.routing.placement import Move
-from swarm_plugins.server.compute.scheduler import Scheduler
+from swarm_plugins.server.assembly import assembled
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.distances import round_trips
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.activations import ActivationStore
-from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing.compute import SimulatedCompute
 from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.identity import Identity, new_identity
-from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
 
 _STORE_BYTES = 1 << 28
@@ -154,50 +150,21 @@ class InProcessSwarm:
         return self._add(self.peers.index(peer), range(info.start, info.end), liar)
 
     def _service(self, peer: str, checkpoint: Checkpoint, span: Span, compute: SimulatedCompute) -> Service:
-        num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         spans = HostedSpans(span)
-        scheduler = Scheduler(spans)
-        scheduler.start()
-        info = ServerInfo(
-            version=checkpoint.version.key,
-            model=checkpoint.version.name,
-            num_blocks=num_blocks,
-            start=span.blocks.start,
-            end=span.blocks.stop,
-            dtype=str(span.spec.dtype).removeprefix("torch."),
-            quantization="none",
+        service = assembled(checkpoint, spans)
+        service.pushes = Pushes(self.transport.seen_from(peer))
+        service.describe(
             throughput=_ANNOUNCED_TOKENS / max(compute.seconds(_ANNOUNCED_TOKENS), _LEAST_S),
             decode_s=compute.seconds(1),
             free_kv_tokens=1 << 20,
             mobility="loads-first",
             pushes=True,
-            codecs=CODECS,
-        )
-        described = [info]
-
-        def describe(**changes: object) -> ServerInfo:
-            described[0] = msgspec.structs.replace(described[0], **changes)
-            return described[0]
-
-        service = Service(
-            version=info.version,
-            num_blocks=num_blocks,
-            runner=spans,
-            scheduler=scheduler,
-            info=lambda: service.draining.shown(described[0]),
-            check_adapter=spans.check_adapter,
-            weight_norms=spans.weight_norms,
-            activations=ActivationStore(_STORE_BYTES),
-            adapters=AdapterStore(_STORE_BYTES),
-            pushes=Pushes(self.transport.seen_from(peer)),
         )
         self._movers[peer] = Mover(
             config=ServeConfig(model=str(self.directory), announce_every_s=0.05, drain_s=self.drain_s),
             presence=_Place(peer, lambda: self.transport),
             service=service,
             spans=spans,
-            info=service.info,
-            describe=describe,
             load=lambda blocks: self._load(peer, checkpoint, blocks, spans.pool),
         )
         return service
@@ -216,7 +183,7 @@ class InProcessSwarm:
         for peer, service in self.services.items():
             place = _Place(peer, lambda: self.transport)
             found = self.connection.loop.run(round_trips(place, service.info()))
-            self._movers[peer].describe(round_trips=found)
+            service.describe(round_trips=found)
 
     def kill(self, peer: str) -> None:
         """Makes a server vanish, as in a crash."""

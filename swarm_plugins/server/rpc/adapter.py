@@ -52,7 +52,7 @@ async def _norms(service: Service, peer: str, request: NormsRequest, charge: Cha
         # Each norm is smaller than one of the factors of its update.
         charge.claim(adapter.num_bytes)
         norms = await service.scheduler.train(
-            lambda: tuple(norm.cpu() for norm in service.weight_norms(adapter)),
+            lambda: tuple(norm.cpu() for norm in service.runner.weight_norms(adapter)),
             timeout_s=limits.REQUEST_TIMEOUT_S,
             peer=peer,
             load=Load(16, max(1, len(adapter.spec.layers))),
@@ -69,6 +69,6 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
             f"the adapter is named {upload.digest[:64]!r}, its content hashes to {found!r}: "
             "send tensors uncompressed and name the adapter by adapter_digest()",
         )
-    adapter = service.check_adapter(upload.digest, upload.spec, upload.tensors, service.run_limits.run_bytes)
+    adapter = service.runner.check_adapter(upload.digest, upload.spec, upload.tensors, service.run_limits.run_bytes)
     # Tensors of a message are views of it: kept as they are, they would keep all of its bytes alive, uncounted.
     return adapter.map(torch.clone)

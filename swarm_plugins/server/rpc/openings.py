@@ -95,7 +95,7 @@ def _inner_states(service: Service, inputs: SpanInputs, grad: Tensor | None) -> 
             SpanOutputs(hidden=grads[-1] if grads else grad),
             Needs(),
             limit_bytes=service.run_limits.run_bytes,
-            weights=service.weights,
+            weights=service.runner.weights,
             between=between,
         )
         if found.hidden is not None:

@@ -150,7 +150,7 @@ def _forward(service: Service, peer: str, portions: Sequence[Portion], *, keep: 
         service.runner,
         portions,
         keep_bytes=service.activations.budget_bytes if keep else 0,
-        weights=service.weights,
+        weights=service.runner.weights,
         between=service.runner.on_block_boundary or (lambda: None),
     )
     ticket = None if kept is None else service.activations.put(peer, kept, num_bytes)
@@ -182,7 +182,7 @@ async def _backward(
             grads,
             Needs(request.needs_hidden, request.needs_adapters, request.needs_prefix),
             limit_bytes=service.run_limits.run_bytes,
-            weights=service.weights,
+            weights=service.runner.weights,
             between=service.runner.on_block_boundary or (lambda: None),
         )
         return Gradients(

@@ -94,7 +94,7 @@ def test_both_ends_count_the_same_bytes(swarm: InProcessSwarm, sample: Samples) 
 def test_a_holder_of_experts_shows_what_it_has(swarm: InProcessSwarm, server: Server) -> None:
     whole = server.service
     assert whole is not None
-    service = ExpertsService(version="v", held=None, scheduler=whole.scheduler, info=whole.info)  # type: ignore[arg-type]
+    service = ExpertsService(announced=whole.announced, held=None, scheduler=whole.scheduler)  # type: ignore[arg-type]
     service.counts.tokens["experts"] += 9
     server.service = service  # type: ignore[assignment]
     sample = Samples(ServerCollector(server))

@@ -112,10 +112,9 @@ def serving(
         scheduler = Scheduler(experts)
         scheduler.start()
         services[peer] = ExpertsService(
-            version=info.version,
+            announced=info,
             held=experts,
             scheduler=scheduler,
-            info=lambda info=info: info,  # type: ignore[misc]
             max_batch_tokens=max_batch_tokens,
         )
     handlers = {peer: dict(service_handlers(service)) for peer, service in services.items()}

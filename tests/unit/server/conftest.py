@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_server import VERSION, FakeRunner, replace_info
+from fake_server import VERSION, FakeRunner
 
-from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.server import limits
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.service import Service
@@ -33,12 +32,9 @@ def service(runner: FakeRunner, scheduler: Scheduler, monkeypatch: pytest.Monkey
     monkeypatch.setattr(limits, "MAX_KV_SHARE", 1.0)
     info = ServerInfo(version=VERSION, model="tiny", num_blocks=8, start=2, end=6, dtype="float32", quantization="none")
     return Service(
-        version=VERSION,
-        num_blocks=8,
+        announced=info,
         runner=runner,
         scheduler=scheduler,
-        info=lambda: replace_info(info, load=scheduler.load),
-        check_adapter=lambda digest, spec, tensors, run_bytes: LoadedAdapter(digest=digest, spec=spec, tensors=tensors),
         max_batch_tokens=256,
         max_session_tokens=100,
         kv_tokens=200,

@@ -11,7 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.kv import BlockKV, in_pages
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
@@ -71,6 +72,8 @@ class FakeRunner:
         kv_layouts={block: BlockKV(1, 2, 1, 2, torch.float32) for block in range(2, 6)},
     )
     on_block_boundary: Callable[[], None] | None = None
+    weights = frozenset[int]()
+    free_tokens = 0
 
     def __init__(self) -> None:
         self.open_caches: list[FakeCache] = []
@@ -82,6 +85,14 @@ class FakeRunner:
         self.blocks_may_end: threading.Semaphore | None = None
         """One for each block of a forward that may end. None: each ends by itself."""
         self.events: list[str] = []
+
+    def check_adapter(
+        self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...], run_bytes: int
+    ) -> LoadedAdapter:
+        return LoadedAdapter(digest=digest, spec=spec, tensors=tensors)
+
+    def weight_norms(self, adapter: LoadedAdapter) -> tuple[Tensor, ...]:
+        return ()
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> FakeCache:
         self.threads.add(threading.get_ident())

@@ -136,7 +136,7 @@ def test_an_upload_is_checked_against_the_memory_of_a_run(service: Service) -> N
         raise CapacityError(f"the limit is {run_bytes} bytes")
 
     spec = AdapterSpec(modules=())
-    service.check_adapter, service.run_limits = check, RunLimits(run_bytes=12345)
+    service.runner.check_adapter, service.run_limits = check, RunLimits(run_bytes=12345)
 
     async def scene(ask: Ask) -> None:
         answer = await ask(AdapterUpload(digest=adapter_digest(spec, ()), spec=spec, tensors=()))

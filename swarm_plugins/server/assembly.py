@@ -1,4 +1,4 @@
-"""A server without a network: blocks that a client runs in its own process when no server of the swarm holds them."""
+"""A server without a network: a service of blocks that others reach within this process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,31 @@ from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.activations import ActivationStore
-from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
 
-_STORE_BYTES = 1 << 28
+
+def assembled(checkpoint: Checkpoint, spans: HostedSpans) -> Service:
+    """Returns a service of blocks, with a compute thread that runs."""
+    scheduler = Scheduler(spans)
+    scheduler.start()
+    announced = ServerInfo(
+        version=checkpoint.version.key,
+        model=checkpoint.version.name,
+        num_blocks=int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers),
+        start=spans.spec.blocks.start,
+        end=spans.spec.blocks.stop,
+        dtype=str(spans.spec.dtype).removeprefix("torch."),
+        quantization="none",
+        codecs=CODECS,
+    )
+    return Service(announced=announced, runner=spans, scheduler=scheduler)
 
 
 @dataclass(frozen=True)
 class HostedBlocks:
-    """Blocks that run in this process."""
+    """Blocks that a client runs in its own process when no server of the swarm holds them."""
 
     handlers: Mapping[str, Handler]
     """By rpc name."""
@@ -54,28 +67,5 @@ def host_blocks(checkpoint: Checkpoint, blocks: range) -> HostedBlocks:
         span = load_span(checkpoint, blocks, offload=OffloadConfig())
     except UnsupportedError:  # no experts
         span = load_span(checkpoint, blocks)
-    spans = HostedSpans(span)
-    scheduler = Scheduler(spans)
-    scheduler.start()
-    info = ServerInfo(
-        version=checkpoint.version.key,
-        model=checkpoint.version.name,
-        num_blocks=int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers),
-        start=blocks.start,
-        end=blocks.stop,
-        dtype=str(span.spec.dtype).removeprefix("torch."),
-        quantization="none",
-        codecs=CODECS,
-    )
-    service = Service(
-        version=info.version,
-        num_blocks=info.num_blocks,
-        runner=spans,
-        scheduler=scheduler,
-        info=lambda: info,
-        check_adapter=spans.check_adapter,
-        weight_norms=spans.weight_norms,
-        activations=ActivationStore(_STORE_BYTES),
-        adapters=AdapterStore(_STORE_BYTES),
-    )
+    service = assembled(checkpoint, HostedSpans(span))
     return HostedBlocks(service_handlers(service), service, span)
