@@ -134,7 +134,7 @@ def test_a_span_that_cannot_be_loaded_leaves_the_old_one(directory: Path) -> Non
             ("drops-first", gone, "blocks 2:4 cannot be read: .*Input/output error"),
         ]:
             mover = swarm._movers[swarm.peers[0]]
-            mover.describe(mobility=mobility)
+            mover.service.describe(mobility=mobility)
             load = mover.load
 
             def fail(blocks: range, load: Callable[[range], Span] = load, error: Exception = error) -> Span:
