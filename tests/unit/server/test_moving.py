@@ -110,14 +110,14 @@ def test_without_room_for_two_spans_the_old_one_is_dropped_first(directory: Path
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         expected = remote(PROMPT).logits
         mover = swarm.peers[0]
-        swarm._movers[mover].describe(mobility="drops-first")
+        swarm._movers[mover].service.describe(mobility="drops-first")
         swarm.move(mover, 1, 4)
         assert swarm.services[mover].spec.blocks == range(1, 4)
         assert swarm.services[mover].info().state == "online"
         torch.testing.assert_close(remote(PROMPT).logits, expected)
         # Block 0 is held by the other one alone: a shift that keeps it would leave it without a server meanwhile.
         other = swarm.peers[1]
-        swarm._movers[other].describe(mobility="drops-first")
+        swarm._movers[other].service.describe(mobility="drops-first")
         swarm.move(other, 0, 3)
         swarm.move(other, 1, 4)
         assert swarm.services[other].spec.blocks == range(3)
