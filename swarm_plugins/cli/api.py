@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarm_plugins.cli.support.arguments import (
-    Discovery,
-    Identity,
-    Model,
-    Peers,
-    Revision,
-    Secret,
-    client_node,
-    require_addresses,
-    swarm_of,
-)
+from swarm_plugins.cli.support.arguments import Model, Revision
 from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
+from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.model_names import check_model_name
@@ -34,15 +25,12 @@ if TYPE_CHECKING:
 _MAX_KEYS_CHARS = 1 << 20
 
 
+@client_options
 @options_of(ApiSettings, without=("api_keys",))
 def api(
     given: Given,
     context: typer.Context,
     model: Model,
-    initial_peers: Peers = None,
-    discovery: Discovery = "dht",
-    secret_file: Secret = None,
-    identity: Identity = None,
     revision: Revision = None,
     offload: Annotated[
         str | None,
@@ -78,7 +66,7 @@ def api(
     quiet_command()
     with one_sentence_errors("api", OFFLOAD_WORDS | words_of(ApiSettings)), contextlib.ExitStack() as stack:
         # Checked before what takes seconds to import.
-        node = client_node(_peers(context, initial_peers, offload, local_swarm), discovery, secret_file, identity)
+        node = client_node(given, without=_not_asked(context, offload, local_swarm))
         check_model_name(model)
         keys = (*(api_key or ()), *_keys(api_key_file))
         settings = ApiSettings(api_keys=keys, **parsed(ApiSettings, given))
@@ -91,7 +79,7 @@ def api(
         if local_swarm is not None:
             from swarm_plugins.local_swarm import LocalSwarm
 
-            options: dict[str, Any] = {"revision": revision, "secret_file": secret_file}
+            options: dict[str, Any] = {"revision": revision, "secret_file": node.secret_file}
             shared = {name: value for name, value in options.items() if value is not None}
             swarm = stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **shared))
             node = dataclasses.replace(node, initial_peers=tuple(swarm.initial_peers))
@@ -102,27 +90,25 @@ def api(
         serve_app(app, host, port, lambda url: typer.echo(f"listening at {url} (API: {url}/v1)"), listener=listener)
 
 
-def _peers(
-    context: typer.Context, initial_peers: list[str] | None, offload: str | None, local_swarm: int | None
-) -> list[str]:
-    """Returns the addresses of the swarm, if there is one already."""
+def _not_asked(context: typer.Context, offload: str | None, local_swarm: int | None) -> tuple[str, ...]:
+    """Returns the options of a swarm that have no meaning; raises ConfigError if one of them is typed."""
     if offload is not None and local_swarm is not None:
         raise ConfigError("--offload and --local-swarm exclude each other: give one")
     if offload is not None:
-        _refuse_typed(context, "--offload uses no swarm", "initial_peers", "discovery", "secret_file", "identity")
-    elif local_swarm is not None:
-        _refuse_typed(context, "--local-swarm starts a swarm of its own", "initial_peers")
-    else:
-        return require_addresses(initial_peers)
-    return []
+        names = ("initial_peers", "discovery", "secret_file", "identity")
+        return _refuse_typed(context, "--offload uses no swarm", *names)
+    if local_swarm is not None:
+        return _refuse_typed(context, "--local-swarm starts a swarm of its own", "initial_peers")
+    return ()
 
 
-def _refuse_typed(context: typer.Context, why: str, *names: str) -> None:
-    """Raises ConfigError if an option is on the command line; one from the environment may be for other commands."""
+def _refuse_typed(context: typer.Context, why: str, *names: str) -> tuple[str, ...]:
+    """Returns the names; raises ConfigError if one is typed. One from the environment may be for other commands."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"{why}: leave out --{name.replace('_', '-')}")
+    return names
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -6,31 +6,17 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import (
-    Adapter,
-    Discovery,
-    Identity,
-    Model,
-    NewTokens,
-    Peers,
-    Revision,
-    Secret,
-    System,
-    Temperature,
-    client_node,
-    require_addresses,
-    swarm_of,
-)
+from swarm_plugins.cli.support.arguments import Adapter, Model, NewTokens, Revision, System, Temperature
+from swarm_plugins.cli.support.config_options import Given
+from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
 
+@client_options
 def chat(
+    given: Given,
     model: Model,
-    initial_peers: Peers = None,
-    discovery: Discovery = "dht",
-    secret_file: Secret = None,
-    identity: Identity = None,
     adapter: Adapter = None,
     revision: Revision = None,
     system: System = None,
@@ -48,7 +34,7 @@ def chat(
     quiet_command()
     with one_sentence_errors("chat"):
         # Checked before what takes seconds to import.
-        node = client_node(require_addresses(initial_peers), discovery, secret_file, identity)
+        node = client_node(given)
         _check_names(model, adapter, draft)
         from swarm_plugins.speculation import Speculation
         from swarm_plugins.talk.loading import check_draft, load_draft, load_model

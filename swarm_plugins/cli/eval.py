@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarm_plugins.child import end_with
-from swarm_plugins.cli.support.arguments import (
-    Discovery,
-    Identity,
-    Peers,
-    Secret,
-    client_node,
-    require_addresses,
-    swarm_of,
-)
+from swarm_plugins.cli.support.config_options import Given
+from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.noise import quiet_command, quiet_loading
@@ -29,10 +22,13 @@ if TYPE_CHECKING:
     from swarm_plugins.transport.config import NodeConfig
     from swarm_plugins.versions import ModelVersion
 
+_ADVICE = "; or give --local to load the whole base here"
 _WORDS = {"num_fewshot": "--num-fewshot", "limit": "--limit"}
 
 
+@client_options
 def evaluate(
+    given: Given,
     repo: Annotated[str, typer.Argument(help="Repository of the adapter, such as me/my-adapter.", show_default=False)],
     task: Annotated[
         list[str],
@@ -46,10 +42,6 @@ def evaluate(
         str | None, typer.Option(metavar="MODEL", help="Base: a directory or an id. Default: as the version says.")
     ] = None,
     with_base: Annotated[bool, typer.Option("--with-base", help="Also evaluate the base without an adapter.")] = False,
-    initial_peers: Peers = None,
-    discovery: Discovery = "dht",
-    secret_file: Secret = None,
-    identity: Identity = None,
     local: Annotated[bool, typer.Option("--local", help="Load the whole base here instead of using a swarm.")] = False,
     limit: Annotated[int | None, typer.Option(help="Samples of a task, the first ones. Default: all.")] = None,
     num_fewshot: Annotated[
@@ -78,7 +70,7 @@ def evaluate(
         if version and all_versions:
             raise ConfigError("--version and --all-versions exclude each other: give one")
         # Checked before what takes seconds to import.
-        node = None if local else client_node(_addresses(initial_peers), discovery, secret_file, identity)
+        node = None if local else client_node(given, advice=_ADVICE)
         _check(repo, task, base, allow_code)
         from swarm_plugins.checkpoint import Checkpoint
         from swarm_plugins.evaluation.evaluating import EvalJob, evaluate_versions
@@ -109,13 +101,6 @@ def evaluate(
 
 def _tell(text: str) -> None:
     typer.echo(f"swarm eval: {text}", err=True)
-
-
-def _addresses(initial_peers: list[str] | None) -> list[str]:
-    try:
-        return require_addresses(initial_peers)
-    except ConfigError as exc:
-        raise ConfigError(f"{exc}; or give --local to load the whole base here") from exc
 
 
 def _check(repo: str, tasks: list[str], base: str | None, allow_code: bool) -> None:

@@ -8,34 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import (
-    Discovery,
-    Identity,
-    Peers,
-    Secret,
-    Served,
-    client_node,
-    require_addresses,
-    split_addresses,
-    swarm_of,
-)
+from swarm_plugins.cli.support.arguments import Served
+from swarm_plugins.cli.support.config_options import Given, options_of
+from swarm_plugins.cli.support.joining import Client, client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError, MissingBlocksError
 
 if TYPE_CHECKING:
-    from swarm_plugins.survey import Joining
     from swarm_plugins.transport.config import NodeConfig
 
 SERVER_TIMEOUT_S = 5.0
 _DRAIN_ANSWER_S = 10.0
 
 
+@client_options
 def status(
+    given: Given,
     model: Served = None,
-    initial_peers: Peers = None,
-    discovery: Discovery = "dht",
-    secret_file: Secret = None,
-    identity: Identity = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")] = SERVER_TIMEOUT_S,
     web: Annotated[bool, typer.Option("--web", help="Show it in a browser, live, until Ctrl-C.")] = False,
@@ -44,23 +33,19 @@ def status(
 ) -> None:
     """Show who serves which blocks, load and free KV cache; what is missing; whom your clients leave out, and why."""
     with one_sentence_errors("status"):
-        peers = require_addresses(initial_peers)
-        config = client_node(peers, discovery, secret_file, identity)
+        config = client_node(given)
         if web:
             if json:
                 raise ConfigError("--web and --json exclude each other: the page has its JSON at /api/v1/state")
             _watch(config, model, timeout, host, port)
             return
         # What takes seconds to import comes after what may be wrong at once.
-        from swarm_plugins.survey import Joining
-
-        print_status(config, model, Joining(peers, discovery, secret_file), "status", timeout_s=timeout, as_json=json)
+        print_status(config, model, "status", timeout_s=timeout, as_json=json)
 
 
 def print_status(
     config: NodeConfig,
     wanted: str | None,
-    joining: Joining,
     command: str,
     *,
     timeout_s: float = SERVER_TIMEOUT_S,
@@ -75,7 +60,7 @@ def print_status(
     import asyncio
 
     from swarm_plugins.cli.support.status_table import print_tables, table_console
-    from swarm_plugins.survey import survey
+    from swarm_plugins.survey import Joining, survey
     from swarm_plugins.verification.quarantine import user_quarantine
 
     found = asyncio.run(survey(config, wanted, timeout_s=timeout_s, quarantined=user_quarantine().reasons()))
@@ -86,7 +71,7 @@ def print_status(
             f"no server of this swarm serves {wanted!r}; run `swarm {command}` without it to list what is served"
         )
     if not as_json:
-        print_tables(found, table_console(), joining)
+        print_tables(found, table_console(), Joining(config.initial_peers, config.discovery, config.secret_file))
 
 
 def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, port: int) -> None:
@@ -99,19 +84,18 @@ def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, por
         serve_app(app, host, port, lambda url: typer.echo(f"swarm status: {url}/ (Ctrl-C ends it)"), listener=listener)
 
 
+@options_of(Client, without=("identity",))
 def drain(
+    given: Given,
     server: Annotated[str, typer.Argument(help="Address of the server, or its peer id.", show_default=False)],
     identity: Annotated[
         Path, typer.Option(help="The server's identity file, which proves that it is yours.", show_default=False)
     ],
-    initial_peers: Peers = None,
-    discovery: Discovery = "dht",
-    secret_file: Secret = None,
 ) -> None:
     """Let a server's open sessions end, and then the server; new ones go elsewhere at once."""
     with one_sentence_errors("drain"):
-        peers = [server] if server.startswith("/") else split_addresses(initial_peers)
-        if not peers:
+        given = given if not server.startswith("/") else {**given, "initial_peers": [server]}
+        if not given["initial_peers"]:
             raise ConfigError(
                 f"{server!r} is a peer id: give the server's address instead, or --initial-peers to find it by"
             )
@@ -121,7 +105,7 @@ def drain(
         wanted = server.rpartition("/p2p/")[2]
         if owner.peer_id != wanted:
             raise ConfigError(f"{identity} is the identity of {owner.peer_id}, not of {wanted}: give the server's own")
-        config = client_node(peers, discovery, secret_file)
+        config = client_node(given)
         import asyncio
 
         from swarm_plugins.server.rpc.drain import ask_to_drain

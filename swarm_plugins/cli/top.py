@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarm_plugins.cli.status import SERVER_TIMEOUT_S, print_status
-from swarm_plugins.cli.support.arguments import (
-    Discovery,
-    Identity,
-    Peers,
-    Secret,
-    Served,
-    client_node,
-    require_addresses,
-)
+from swarm_plugins.cli.support.arguments import Served
+from swarm_plugins.cli.support.config_options import Given
+from swarm_plugins.cli.support.joining import client_node, client_options
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import TransportError, one_line
 
@@ -34,12 +28,10 @@ _ALL_SERVERS_S = 4 * SERVER_TIMEOUT_S
 """Many servers that do not answer must not keep the screen empty."""
 
 
+@client_options
 def top(
+    given: Given,
     model: Served = None,
-    initial_peers: Peers = None,
-    discovery: Discovery = "dht",
-    secret_file: Secret = None,
-    identity: Identity = None,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
 ) -> None:
     """Show who serves what, as status does, live: with tokens/s, load, free KV cache, and what is missing.
@@ -47,19 +39,17 @@ def top(
     q or Ctrl-C ends it. In a pipe it prints one table.
     """
     with one_sentence_errors("top"):
-        peers = require_addresses(initial_peers)
-        config = client_node(peers, discovery, secret_file, identity)
+        config = client_node(given)
         # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
         from swarm_plugins.cli.support.status_table import table_console
-        from swarm_plugins.survey import Joining
 
-        console, joining = table_console(), Joining(peers, discovery, secret_file)
+        console = table_console()
         if console.is_terminal and not console.is_dumb_terminal:
-            asyncio.run(_watch(config, model, console, joining, interval_s=interval))
+            asyncio.run(_watch(config, model, console, interval_s=interval))
         else:
-            print_status(config, model, joining, "top")
+            print_status(config, model, "top")
 
 
 class Rates:
@@ -86,15 +76,14 @@ class Rates:
         return rates
 
 
-async def _watch(
-    config: NodeConfig, wanted: str | None, console: Console, joining: Joining, *, interval_s: float
-) -> None:
+async def _watch(config: NodeConfig, wanted: str | None, console: Console, *, interval_s: float) -> None:
     import asyncio
 
-    from swarm_plugins.survey import survey_node
+    from swarm_plugins.survey import Joining, survey_node
     from swarm_plugins.transport.node import SwarmNode
     from swarm_plugins.verification.quarantine import user_quarantine
 
+    joining = Joining(config.initial_peers, config.discovery, config.secret_file)
     async with SwarmNode(config) as node:
 
         async def look() -> list[ModelStatus]:

@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from swarm_plugins.cli.support.arguments import split_addresses
 from swarm_plugins.cli.support.options import parse_offload
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
@@ -42,7 +41,10 @@ def words_of(config: type) -> dict[str, str]:
 
 
 def options_of(config: type, *, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds an option for each field of a config to a command, whose parameter ``given`` takes what is typed."""
+    """Adds an option for each field of a config to a command, whose parameter ``given`` takes what is typed.
+
+    A command may have the options of several configs.
+    """
     fields = [field for field in dataclasses.fields(config) if field.name not in without]
     docs, types = _docs_of(config), get_type_hints(config)
 
@@ -53,7 +55,7 @@ def options_of(config: type, *, without: Collection[str] = ()) -> Callable[[Call
 
         @functools.wraps(command)
         def run(**typed: Any) -> None:
-            given = {field.name: typed.pop(field.name) for field in fields}
+            given = {**typed.pop("given", {}), **{field.name: typed.pop(field.name) for field in fields}}
             command(**typed, given=given)
 
         parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *added)]
@@ -72,7 +74,7 @@ def parsed(config: type, given: Given) -> dict[str, Any]:
     """
     types = get_type_hints(config)
     options = {field.name: option_of(field) for field in dataclasses.fields(config)}
-    typed = {name: value for name, value in given.items() if value not in (None, [])}
+    typed = {name: value for name, value in given.items() if name in options and value not in (None, [])}
     return {name: _value(options[name], name, _plain(types[name]), value) for name, value in typed.items()}
 
 
@@ -128,7 +130,7 @@ def _value(option: str, name: str, kind: Any, typed: Any) -> Any:
     if kind is OffloadConfig:
         return parse_offload(typed)
     if kind == tuple[str, ...]:
-        return tuple(split_addresses(typed))
+        return tuple(one for entry in typed for one in entry.replace(",", " ").split())
     if kind == tuple[int, int]:
         if (found := pair(typed, "/")) is None:
             raise ConfigError(f"invalid {option} {typed!r}: expected K/N such as 0/2")
