@@ -11,7 +11,7 @@ from package_imports import package_files
 
 from swarm_plugins.cli.main import app
 
-MAX_OPTIONS = 157
+MAX_OPTIONS = 140
 MAX_FIELDS = 101
 ENDINGS = ("Config", "Limits", "Settings")
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarm_plugins.child import end_with
-from swarm_plugins.cli.support.config_options import Given
+from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.evaluation.tasks import EvalSettings, is_task_file, read_task_file
 from swarm_plugins.noise import quiet_command, quiet_loading
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from swarm_plugins.versions import ModelVersion
 
 _ADVICE = "; or give --local to load the whole base here"
-_WORDS = {"num_fewshot": "--num-fewshot", "limit": "--limit"}
 
 
 @client_options
+@options_of(EvalSettings, without=("batch_size",))
 def evaluate(
     given: Given,
     repo: Annotated[str, typer.Argument(help="Repository of the adapter, such as me/my-adapter.", show_default=False)],
@@ -43,14 +44,6 @@ def evaluate(
     ] = None,
     with_base: Annotated[bool, typer.Option("--with-base", help="Also evaluate the base without an adapter.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Load the whole base here instead of using a swarm.")] = False,
-    limit: Annotated[int | None, typer.Option(help="Samples of a task, the first ones. Default: all.")] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before each question. Default: as the task says.")
-    ] = None,
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask in the model's chat format.")] = False,
-    allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let tasks run Python code of their own, such as !function.")
-    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of results, card and plot. Default: eval-results/REPO.", file_okay=False),
@@ -62,7 +55,7 @@ def evaluate(
 ) -> None:
     """Evaluate versions of an adapter on the base they were made for. Skip what has a result."""
     quiet_command()
-    with one_sentence_errors("eval", _WORDS):
+    with one_sentence_errors("eval", words_of(EvalSettings) | {"limit": "--limit"}):
         if parent is not None:
             # SIGTERM then ends it as Ctrl-C does, with its connections to the swarm.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -71,10 +64,10 @@ def evaluate(
             raise ConfigError("--version and --all-versions exclude each other: give one")
         # Checked before what takes seconds to import.
         node = None if local else client_node(given, advice=_ADVICE)
-        _check(repo, task, base, allow_code)
+        settings = EvalSettings(**parsed(EvalSettings, given))
+        _check(repo, task, base, settings.allow_code)
         from swarm_plugins.checkpoint import Checkpoint
         from swarm_plugins.evaluation.evaluating import EvalJob, evaluate_versions
-        from swarm_plugins.evaluation.scoring import EvalSettings
 
         job = EvalJob(
             repo_id=repo,
@@ -83,9 +76,7 @@ def evaluate(
             all_versions=all_versions,
             base=None if base is None else Checkpoint.open(base).version,
             with_base=with_base,
-            settings=EvalSettings(
-                num_fewshot=num_fewshot, limit=limit, chat_template=chat_template, allow_code=allow_code
-            ),
+            settings=settings,
             folder=out or Path("eval-results", *repo.split("/")),
             push=push,
             endpoint=endpoint,
@@ -105,7 +96,6 @@ def _tell(text: str) -> None:
 
 def _check(repo: str, tasks: list[str], base: str | None, allow_code: bool) -> None:
     """Raises ConfigError for what can be seen without a Hub and without lm_eval."""
-    from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
     from swarm_plugins.hub.names import check_repo_id
     from swarm_plugins.model_names import check_model_name
 

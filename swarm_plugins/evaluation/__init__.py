@@ -1,7 +1,7 @@
 """Evaluates the versions of an adapter with lm_eval, for benchmarks that live with it. Extra: ``eval``.
 
 ```text
-tasks.py       reads task files: digest, data, no code
+tasks.py       settings; reads task files: digest, data, no code
 scoring.py     lm_eval's tasks on a loaded model
 versions.py    the tagged versions, and the base of each
 evaluating.py  what is missing, kept on disk as soon as it is there; results, card and plot of all
@@ -19,7 +19,7 @@ from swarm_plugins.lazy import LazyNames
 
 if TYPE_CHECKING:
     from swarm_plugins.evaluation.evaluating import EvalJob, Evaluated, evaluate_versions
-    from swarm_plugins.evaluation.scoring import EvalSettings
+    from swarm_plugins.evaluation.tasks import EvalSettings
     from swarm_plugins.evaluation.versions import TaggedVersion
 
 __all__ = ["EvalJob", "EvalSettings", "Evaluated", "TaggedVersion", "evaluate_versions"]
@@ -28,7 +28,7 @@ _NAMES = LazyNames(
     __name__,
     {
         "EvalJob": ".evaluating",
-        "EvalSettings": ".scoring",
+        "EvalSettings": ".tasks",
         "Evaluated": ".evaluating",
         "TaggedVersion": ".versions",
         "evaluate_versions": ".evaluating",

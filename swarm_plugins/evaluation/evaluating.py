@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from swarm_plugins.errors import CheckpointError, ConfigError, NumericError, SwarmError, UnsupportedError
 from swarm_plugins.evaluation.plot import check_plot, draw_results
-from swarm_plugins.evaluation.scoring import EvalSettings, Tasks, software
-from swarm_plugins.evaluation.tasks import EvalTask
+from swarm_plugins.evaluation.scoring import Tasks, software
+from swarm_plugins.evaluation.tasks import EvalSettings, EvalTask
 from swarm_plugins.evaluation.versions import TaggedVersion, base_to_use, bases_of, find_versions
 from swarm_plugins.hub.push import RetryPlan
 from swarm_plugins.hub.results import EvalRecord, Score, TaskSetting, add_results
@@ -135,7 +135,7 @@ class _Run:
             for task in missing:
                 self._tell(f"{version.label}: evaluating {task.name}")
                 scores = self._tasks.score(task, model, tokenizer)
-                new = [_record(version, base, self._tasks.settings.of(task), score) for score in scores]
+                new = [_record(version, base, self._tasks.setting(task), score) for score in scores]
                 self.records = add_results(self._job.folder, new)
         except SwarmError as exc:
             self.failures.append(exc)
@@ -144,7 +144,7 @@ class _Run:
 
     def _missing(self, version: TaggedVersion, base: ModelVersion) -> list[EvalTask]:
         done = {(one.commit, one.base_revision, one.setting) for one in self.records}
-        setting = self._tasks.settings.of
+        setting = self._tasks.setting
         return [one for one in self._tasks.tasks if (version.commit, base.revision, setting(one)) not in done]
 
 

@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from swarm_plugins.errors import ConfigError, NumericError, SwarmError, one_line
-from swarm_plugins.evaluation.tasks import EvalTask, digest_of_files, is_task_file, read_task_file
+from swarm_plugins.evaluation.tasks import EvalSettings, EvalTask, digest_of_files, is_task_file, read_task_file
 from swarm_plugins.hub.results import Score, TaskSetting
 from swarm_plugins.noise import without_lm_eval_advice
 
@@ -33,38 +32,6 @@ _SEED = 1234
 _PACKAGES = ("swarm_plugins", "lm_eval", "transformers", "peft", "torch")
 _NEAR = 5
 _NO_FORKS = "DISABLE_MULTIPROC"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """How tasks are run."""
-
-    batch_size: int = 8
-    """Sequences of a forward pass."""
-    num_fewshot: int | None = None
-    """Examples before each question. None: as the task says."""
-    limit: int | None = None
-    """Largest number of samples of a task. None: all."""
-    chat_template: bool = False
-    """Whether questions become turns of a chat, by the tokenizer's template."""
-    allow_code: bool = False
-    """Whether tasks may run Python code of their own."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-    def of(self, task: EvalTask) -> TaskSetting:
-        """Returns what identifies scores of a task with these settings."""
-        return TaskSetting(
-            task=task.name,
-            task_digest=task.digest,
-            num_fewshot=task.num_fewshot if self.num_fewshot is None else self.num_fewshot,
-            limit=self.limit,
-            chat_template=self.chat_template,
-        )
 
 
 def software() -> dict[str, str]:
@@ -135,6 +102,17 @@ class Tasks:
                 f"{task.file} has the metric {unknown[0]!r}, which lm_eval does not have: it would run the code of a "
                 "metric from the Hub; give --allow-code if you trust it"
             )
+
+    def setting(self, task: EvalTask) -> TaskSetting:
+        """Returns what identifies scores of a task with these settings."""
+        asked = self.settings
+        return TaskSetting(
+            task=task.name,
+            task_digest=task.digest,
+            num_fewshot=task.num_fewshot if asked.num_fewshot is None else asked.num_fewshot,
+            limit=asked.limit,
+            chat_template=asked.chat_template,
+        )
 
     def score(self, task: EvalTask, model: Any, tokenizer: Any) -> list[Score]:
         """Runs a task on a model and returns each of its metrics.

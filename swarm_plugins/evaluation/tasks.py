@@ -1,4 +1,4 @@
-"""Reads lm_eval task files: configuration, digest, and the data files next to them. Runs no code of theirs."""
+"""What to evaluate: settings, and lm_eval's task files with their digest and data. Runs no code of theirs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,28 @@ _FORMATS = frozenset({
 _CONFIG_OF_FOLDER = ".huggingface.yaml"
 _URL = re.compile(r"[a-z0-9]+://")
 _ALLOW = "give --allow-code if you trust it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """How tasks are run."""
+
+    batch_size: int = 8
+    """Sequences of a forward pass."""
+    num_fewshot: int | None = None
+    """Examples before each question. None: as the task says."""
+    limit: int | None = None
+    """Samples of a task, the first ones. None: all."""
+    chat_template: bool = False
+    """Ask in the model's chat format, by the tokenizer's template."""
+    allow_code: bool = False
+    """Let tasks run Python code of their own, such as ``!function``."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 class EvalTask(NamedTuple):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError, MissingBlocksError, MissingExtraError
-from swarm_plugins.evaluation.scoring import EvalSettings
+from swarm_plugins.evaluation.tasks import EvalSettings
 from swarm_plugins.hub.results import RESULTS_FILE, read_results
 from swarm_plugins.hub.results_push import ResultsRepository
 from swarm_plugins.local_hub import LocalHub

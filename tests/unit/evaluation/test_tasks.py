@@ -14,8 +14,8 @@ from lm_eval.tasks import TaskManager
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.evaluation import scoring, tasks
-from swarm_plugins.evaluation.scoring import EvalSettings, Tasks
-from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
+from swarm_plugins.evaluation.scoring import Tasks
+from swarm_plugins.evaluation.tasks import EvalSettings, is_task_file, read_task_file
 
 GOOD = "task: mine\ndataset_path: org/data\n"
 LOCAL = "task: mine\ndataset_path: json\n"
