@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import msgspec
 from torch import Tensor
 
 from swarm_plugins.server.service import Service
@@ -14,14 +15,20 @@ from swarm_plugins.server.state.sessions import Session
 from swarm_plugins.transport.codec import tensor_hash
 from swarm_plugins.transport.messages import (
     BackwardRequest,
+    BackwardResponse,
     CommitRequest,
+    ForwardRequest,
+    ForwardResponse,
     SessionOpen,
     SessionStep,
     SessionStepResponse,
 )
+from swarm_plugins.transport.pushed import input_name
 from swarm_plugins.transport.receipts import Asked, Signable, Signer, first_history
 
 T = TypeVar("T")
+Pushable = ForwardRequest | BackwardRequest | SessionStep
+A = TypeVar("A", ForwardResponse, BackwardResponse, SessionStepResponse)
 _INLINE_BYTES = 256 << 10
 """Larger messages are hashed outside of the event loop."""
 
@@ -58,9 +65,13 @@ async def opening_history(service: Service, request: SessionOpen) -> bytes:
     return await _hashing(num_bytes, functools.partial(first_history, request))
 
 
-async def hidden_hash(hidden: Tensor) -> bytes:
-    """Returns the hash of hidden states that another server has sent."""
-    return await _hashing(hidden.nbytes, functools.partial(tensor_hash, hidden))
+async def completed(sending: Awaitable[str], request: Pushable, answer: A, is_pushed: bool) -> A:
+    """Returns an answer with what became of its output's way to another server, and the hash of a pushed input."""
+    not_pushed, input_hash = await sending, b""
+    if is_pushed:
+        given: Tensor = getattr(request, input_name(request))
+        input_hash = await _hashing(given.nbytes, functools.partial(tensor_hash, given))
+    return msgspec.structs.replace(answer, not_pushed=not_pushed, input_hash=input_hash)
 
 
 def _signer(service: Service, request: Asked) -> Signer | None:

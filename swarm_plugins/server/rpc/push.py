@@ -8,16 +8,17 @@ replays them when a server is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import send_failure
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.inbox import Inbox
 from swarm_plugins.server.state.sessions import Session
 from swarm_plugins.server.state.slots import Slot
 from swarm_plugins.transport.channel import Channel
@@ -49,10 +50,11 @@ async def push_handler(service: Service, channel: Channel) -> None:
             return
 
 
-def fitting(placeholder: Tensor, num_bytes: int) -> Callable[[Tensor], None]:
-    """Returns a check of what is pushed for a request.
+async def pushed_input(inbox: Inbox, placeholder: Tensor, num_bytes: int, charge: Charge) -> Tensor:
+    """Returns what another server pushes for a request, of the shape and size that the request tells; charges it.
 
-    That raises BadRequestError for tensors that are not of the shape and size that the request tells.
+    Raises:
+        RequestError: If it does not come in time, or something else does.
     """
 
     def check(hidden: Tensor) -> None:
@@ -62,7 +64,9 @@ def fitting(placeholder: Tensor, num_bytes: int) -> Callable[[Tensor], None]:
                 f"{list(placeholder.shape)} and {num_bytes} bytes"
             )
 
-    return check
+    hidden = await inbox.take(check, timeout_s=limits.SESSION_LEASE_S)
+    charge.claim(hidden.nbytes)
+    return hidden
 
 
 async def _receiver(service: Service, pushed: PushedHidden, sender: str) -> Session | Slot | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from torch import Tensor
@@ -11,24 +11,16 @@ from torch import Tensor
 from swarm_plugins.block_io import AdapterUse, SpanOutputs
 from swarm_plugins.blocks.kv import in_pages
 from swarm_plugins.blocks.runner import SessionCache, StepInputs
-from swarm_plugins.errors import CapacityError
-from swarm_plugins.ledger import Charge, room_of
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
-from swarm_plugins.server.rpc.checks import (
-    check_blocks,
-    check_held,
-    check_hidden,
-    check_prefix,
-    check_tensors,
-    checked_outputs,
-)
-from swarm_plugins.server.rpc.costs import forward_bytes
+from swarm_plugins.server.rpc.checks import check_blocks, check_held, check_prefix, checked_outputs
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.server.rpc.proofs import hidden_hash, opening_history, signed_step
-from swarm_plugins.server.rpc.push import fitting
+from swarm_plugins.server.rpc.proofs import completed, opening_history, signed_step
+from swarm_plugins.server.rpc.push import pushed_input
+from swarm_plugins.server.rpc.session_memory import admitted, max_tokens, room, too_long
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
+from swarm_plugins.server.state.sessions import Session, apply_ops
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 from swarm_plugins.transport.pushed import plain
@@ -89,12 +81,12 @@ class _Stream:
         blocks = check_blocks(service, request.version, request.start, request.end)
         if request.fork_of is None:
             service.draining.check(blocks)
-        max_tokens = _max_tokens(service, blocks, request.batch_size)
+        most = max_tokens(service, blocks, request.batch_size)
         prefix_tokens = check_prefix(service, request.prefix, blocks, request.batch_size)
-        if prefix_tokens > max_tokens:
-            raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
+        if prefix_tokens > most:
+            raise too_long(service, request.batch_size, prefix_tokens, most)
         history = await opening_history(service, request)
-        with _room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens))):
+        with room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens))):
             service.sessions.reserve(self._peer)
             try:
                 cache = await self._new_cache(request, blocks)
@@ -109,7 +101,7 @@ class _Stream:
                 service.sessions.release(self._peer)
                 raise
             self._session = session
-        return SessionOpened(session=session.name, max_tokens=max_tokens)
+        return SessionOpened(session=session.name, max_tokens=most)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
         """Returns the tokens of all rows that memory is taken for at once: none for an empty cache."""
@@ -153,37 +145,28 @@ class _Stream:
         check_held(service, session.blocks)
         # Busy from here on, so that its own lease does not end while it waits for its input, or asks for room.
         with session.stepping():
-            request = await self._with_hidden(session, request, charge)
-            with _room(service, self._peer, _check_step(service, session, request)):
-                charge.claim(forward_bytes(service, request, len(session.blocks)))
+            hidden = request.hidden
+            if is_pushed:
+                hidden = await pushed_input(session.inbox, hidden, request.pushed_bytes, charge)
+            else:
+                session.inbox.skip()
+            request = plain(request, hidden)
+            with admitted(service, session, request, charge):
                 outputs, history = await self._run(session, request)
-        rows, tokens = request.hidden.shape[:2]
-        service.counts.tokens["decode" if tokens == 1 else "prefill"] += rows * tokens
-        checked = checked_outputs(outputs, request.hidden.dtype)
-        not_pushed = ""
-        if push_to is not None:
-            not_pushed = await self._push(push_to, checked.hidden, request.reply_codec)
-        input_hash = await hidden_hash(request.hidden) if is_pushed else b""
-        answer = SessionStepResponse(**msgspec.structs.asdict(checked), not_pushed=not_pushed, input_hash=input_hash)
+        answer = SessionStepResponse(**msgspec.structs.asdict(checked_outputs(outputs, request.hidden.dtype)))
+        sending = self._push(push_to, answer.hidden, request.reply_codec)
+        answer = await completed(sending, request, answer, is_pushed)
         return await signed_step(service, session, history, request, answer)
 
-    async def _push(self, to: PushTo, hidden: Tensor, codec: Codec) -> str:
+    async def _push(self, to: PushTo | None, hidden: Tensor, codec: Codec) -> str:
         """Sends an output on; one session has one output at most on its way."""
+        if to is None:
+            return ""
         pushes, before = self._service.pushes, self._push_to
         if before is not None and (before.peer, before.session) != (to.peer, to.session):
             pushes.forget(self._peer, before)
         self._push_to = to
         return await pushes.send(self._peer, to, hidden, codec, self._service.ledger.charge(self._peer))
-
-    async def _with_hidden(self, session: Session, request: SessionStep, charge: Charge) -> SessionStep:
-        """Returns a step as if its client had sent all of it."""
-        if not request.pushed_bytes:
-            session.inbox.skip()
-            return plain(request, request.hidden)
-        check = fitting(request.hidden, request.pushed_bytes)
-        hidden = await session.inbox.take(check, timeout_s=limits.SESSION_LEASE_S)
-        charge.claim(hidden.nbytes)
-        return plain(request, hidden)
 
     async def _run(self, session: Session, request: SessionStep) -> tuple[SpanOutputs, bytes]:
         """Runs a step; also returns the session's history before it."""
@@ -207,7 +190,9 @@ class _Stream:
                 prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
                 peer=self._peer,
             )
-            return outputs, history
+        rows, tokens = request.hidden.shape[:2]
+        service.counts.tokens["decode" if tokens == 1 else "prefill"] += rows * tokens
+        return outputs, history
 
 
 def _close_all(caches: list[SessionCache]) -> None:
@@ -225,90 +210,3 @@ def _fork(source: Session, batch_size: int) -> SessionCache:
             "fork first, change the rows with the next step",
         )
     return source.cache.fork()
-
-
-def _max_tokens(service: Service, blocks: range, batch_size: int) -> int:
-    """Returns the longest sequence of a batch that the KV budget could hold without other sessions."""
-    if not 1 <= batch_size <= service.max_batch_tokens:
-        raise BadRequestError(f"batch_size is {batch_size}, expected 1 to {service.max_batch_tokens}")
-    most = service.max_session_tokens
-    if service.kv_tokens is None:
-        return most
-    share = service.kv_tokens * limits.MAX_KV_SHARE
-    return min(most, int(share * len(service.spec.blocks) / len(blocks)) // batch_size)
-
-
-def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
-    most = service.max_session_tokens
-    if num_tokens > most:
-        return BadRequestError(
-            f"the session would hold {num_tokens} tokens per row, this server allows {most}: "
-            "shorten the prompt, or use a server that allows more",
-        )
-    return RequestError(
-        "out_of_memory",
-        f"the session would hold {num_tokens} tokens in each of {batch_size} rows, the KV budget of this server has "
-        f"room for {limit} in each: use fewer rows, or a server with more room",
-    )
-
-
-def _check_step(service: Service, session: Session, request: SessionStep) -> int:
-    """Checks a step; returns the tokens x blocks that its cache grows by."""
-    check_hidden(service, request.hidden)
-    rows, num_new = request.hidden.shape[:2]
-    batch_size, cached = shape_after(
-        request.ops, session.cache.batch_size, session.cache.length, max_rows=service.max_batch_tokens
-    )
-    if rows != batch_size:
-        raise BadRequestError(f"hidden has {rows} rows, the session has {batch_size}")
-    if request.cached_tokens != cached:
-        raise BadRequestError(
-            f"the client counts {request.cached_tokens} cached tokens, this session holds {cached}: "
-            "open a new session and replay",
-        )
-    limit = _max_tokens(service, session.blocks, rows)
-    if cached + num_new > limit:
-        raise _too_long(service, rows, cached + num_new, limit)
-    check_tensors(service, request, session.blocks, cached)
-    held = session.cache.batch_size * session.cache.capacity
-    needed = rows * in_pages(cached + num_new)
-    # While it grows, one block's old memory exists beside the new one.
-    return len(session.blocks) * (needed - held) + min(held, needed) if needed > held else 0
-
-
-@contextlib.contextmanager
-def _room(service: Service, peer: str, asked: int) -> Iterator[None]:
-    """Keeps room for ``asked`` tokens x blocks more; for that it closes sessions whose lease is over.
-
-    Raises:
-        CapacityError: If they do not fit even then, or make one peer's caches too large; nothing is closed then.
-    """
-    if service.kv_tokens is None or asked <= 0:
-        yield
-        return
-    sessions, group_of = service.sessions, service.points.group
-    group = group_of(peer)
-    total = service.kv_tokens * len(service.spec.blocks)
-    free, held = total - sessions.held_tokens(), sessions.held_tokens(lambda owner: owner == peer)
-    of_group = sessions.held_tokens(lambda owner: group_of(owner) == group)
-    message = (
-        f"this client's sessions hold {held} tokens x blocks, those of its address {of_group} and all "
-        f"{total - free} of {total}: there is no room for {asked} more; close sessions, or use another server"
-    )
-    victims: list[Session] = []
-    expired = iter(sessions.expired(limits.SESSION_LEASE_S, rank=service.points.rank))
-    while asked > room_of(free, held, of_group, limits.MAX_KV_SHARE):
-        victim = next(expired, None)
-        if victim is None:
-            raise CapacityError(message)
-        victims.append(victim)
-        free += victim.held_tokens
-        held -= victim.held_tokens if victim.peer == peer else 0
-        of_group -= victim.held_tokens if group_of(victim.peer) == group else 0
-    for victim in victims:
-        sessions.remove(victim)
-        victim.is_closed = True
-        # Before whatever asks for the room: it comes later to the same queue.
-        service.scheduler.post(victim.close)
-    with sessions.growing(peer, asked):
-        yield

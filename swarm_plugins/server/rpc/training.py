@@ -26,8 +26,8 @@ from swarm_plugins.server.rpc.checks import (
 )
 from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.server.rpc.proofs import hidden_hash, signed
-from swarm_plugins.server.rpc.push import fitting
+from swarm_plugins.server.rpc.proofs import completed, signed
+from swarm_plugins.server.rpc.push import pushed_input
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
@@ -62,10 +62,9 @@ async def forward_handler(service: Service, channel: Channel) -> None:
             )
         service.counts.tokens["forward"] += inputs.num_tokens
         checked = checked_outputs(outputs, request.hidden.dtype)
-        not_pushed = await _push(service, peer, push_to, checked.hidden, request.reply_codec)
-        input_hash = await hidden_hash(request.hidden) if is_pushed else b""
-        found = msgspec.structs.asdict(checked)
-        response = ForwardResponse(ticket=ticket, not_pushed=not_pushed, input_hash=input_hash, **found)
+        response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
+        sending = _push(service, peer, push_to, response.hidden, request.reply_codec)
+        response = await completed(sending, request, response, is_pushed)
         return await signed(service, request, response), request.reply_codec
 
     await answer_requests(service, channel, "rpc_forward", (ForwardRequest,), answer)
@@ -77,8 +76,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
 
     async def answer(request: BackwardRequest, charge: Charge) -> Answer:
         push_to, is_pushed = request.push_to, request.pushed is not None
-        grad = await _input(service, peer, request.grad_hidden, request.pushed, charge)
-        request = plain(request, grad)
+        request = plain(request, await _input(service, peer, request.grad_hidden, request.pushed, charge))
         _check_gradients(service, request)
         dtype = request.grad_hidden.dtype
         parts: Sequence[KeptForward | Portion] | None = None
@@ -97,9 +95,8 @@ async def backward_handler(service: Service, channel: Channel) -> None:
             charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
             found = await _backward(service, peer, parts, request)
         response = _gradient_response(found, dtype)
-        not_pushed = await _push(service, peer, push_to, response.grad_hidden, request.reply_codec)
-        input_hash = await hidden_hash(grad) if is_pushed else b""
-        response = msgspec.structs.replace(response, not_pushed=not_pushed, input_hash=input_hash)
+        sending = _push(service, peer, push_to, response.grad_hidden, request.reply_codec)
+        response = await completed(sending, request, response, is_pushed)
         return await signed(service, request, response), request.reply_codec
 
     await answer_requests(service, channel, "rpc_backward", (BackwardRequest,), answer)
@@ -110,9 +107,7 @@ async def _input(service: Service, peer: str, sent: Tensor, pushed: PushSlot | N
     if pushed is None:
         return sent
     with service.slots.waiting(peer, pushed) as inbox:
-        found = await inbox.take(fitting(sent, pushed.num_bytes), timeout_s=limits.SESSION_LEASE_S)
-    charge.claim(found.nbytes)
-    return found
+        return await pushed_input(inbox, sent, pushed.num_bytes, charge)
 
 
 async def _push(service: Service, peer: str, to: PushTo | None, output: Tensor | None, codec: Codec) -> str:

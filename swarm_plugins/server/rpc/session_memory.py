@@ -1,0 +1,118 @@
+"""Memory of sessions: how long a sequence may get, and whose session ends when there is no room for another step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from swarm_plugins.blocks.kv import in_pages
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.ledger import Charge, room_of
+from swarm_plugins.server import limits
+from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.server.rpc.checks import check_hidden, check_tensors
+from swarm_plugins.server.rpc.costs import forward_bytes
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.sessions import Session, shape_after
+from swarm_plugins.transport.messages import SessionStep
+
+
+@contextlib.contextmanager
+def admitted(service: Service, session: Session, request: SessionStep, charge: Charge) -> Iterator[None]:
+    """Checks a step whose input is there, and keeps memory for it while it runs.
+
+    Raises:
+        RequestError: If it does not fit the session.
+        CapacityError: If there is no memory.
+    """
+    with room(service, session.peer, _check_step(service, session, request)):
+        charge.claim(forward_bytes(service, request, len(session.blocks)))
+        yield
+
+
+def max_tokens(service: Service, blocks: range, batch_size: int) -> int:
+    """Returns the longest sequence of a batch that the KV budget could hold without other sessions."""
+    if not 1 <= batch_size <= service.max_batch_tokens:
+        raise BadRequestError(f"batch_size is {batch_size}, expected 1 to {service.max_batch_tokens}")
+    most = service.max_session_tokens
+    if service.kv_tokens is None:
+        return most
+    share = service.kv_tokens * limits.MAX_KV_SHARE
+    return min(most, int(share * len(service.spec.blocks) / len(blocks)) // batch_size)
+
+
+def too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
+    """Returns the refusal of a sequence longer than ``limit``."""
+    most = service.max_session_tokens
+    if num_tokens > most:
+        return BadRequestError(
+            f"the session would hold {num_tokens} tokens per row, this server allows {most}: "
+            "shorten the prompt, or use a server that allows more",
+        )
+    return RequestError(
+        "out_of_memory",
+        f"the session would hold {num_tokens} tokens in each of {batch_size} rows, the KV budget of this server has "
+        f"room for {limit} in each: use fewer rows, or a server with more room",
+    )
+
+
+def _check_step(service: Service, session: Session, request: SessionStep) -> int:
+    """Checks a step; returns the tokens x blocks that its cache grows by."""
+    check_hidden(service, request.hidden)
+    rows, num_new = request.hidden.shape[:2]
+    batch_size, cached = shape_after(
+        request.ops, session.cache.batch_size, session.cache.length, max_rows=service.max_batch_tokens
+    )
+    if rows != batch_size:
+        raise BadRequestError(f"hidden has {rows} rows, the session has {batch_size}")
+    if request.cached_tokens != cached:
+        raise BadRequestError(
+            f"the client counts {request.cached_tokens} cached tokens, this session holds {cached}: "
+            "open a new session and replay",
+        )
+    limit = max_tokens(service, session.blocks, rows)
+    if cached + num_new > limit:
+        raise too_long(service, rows, cached + num_new, limit)
+    check_tensors(service, request, session.blocks, cached)
+    held = session.cache.batch_size * session.cache.capacity
+    needed = rows * in_pages(cached + num_new)
+    # While it grows, one block's old memory exists beside the new one.
+    return len(session.blocks) * (needed - held) + min(held, needed) if needed > held else 0
+
+
+@contextlib.contextmanager
+def room(service: Service, peer: str, asked: int) -> Iterator[None]:
+    """Keeps room for ``asked`` tokens x blocks more; for that it closes sessions whose lease is over.
+
+    Raises:
+        CapacityError: If they do not fit even then, or make one peer's caches too large; nothing is closed then.
+    """
+    if service.kv_tokens is None or asked <= 0:
+        yield
+        return
+    sessions, group_of = service.sessions, service.points.group
+    group = group_of(peer)
+    total = service.kv_tokens * len(service.spec.blocks)
+    free, held = total - sessions.held_tokens(), sessions.held_tokens(lambda owner: owner == peer)
+    of_group = sessions.held_tokens(lambda owner: group_of(owner) == group)
+    message = (
+        f"this client's sessions hold {held} tokens x blocks, those of its address {of_group} and all "
+        f"{total - free} of {total}: there is no room for {asked} more; close sessions, or use another server"
+    )
+    victims: list[Session] = []
+    expired = iter(sessions.expired(limits.SESSION_LEASE_S, rank=service.points.rank))
+    while asked > room_of(free, held, of_group, limits.MAX_KV_SHARE):
+        victim = next(expired, None)
+        if victim is None:
+            raise CapacityError(message)
+        victims.append(victim)
+        free += victim.held_tokens
+        held -= victim.held_tokens if victim.peer == peer else 0
+        of_group -= victim.held_tokens if group_of(victim.peer) == group else 0
+    for victim in victims:
+        sessions.remove(victim)
+        victim.is_closed = True
+        # Before whatever asks for the room: it comes later to the same queue.
+        service.scheduler.post(victim.close)
+    with sessions.growing(peer, asked):
+        yield
