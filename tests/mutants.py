@@ -110,6 +110,36 @@ MUTANTS = {
         "return self.median > limit.median or self.worst > limit.worst or abs(self.gain) > limit.gain",
         "tests/unit/verification",
     ),
+    "the most used expert is evicted": Mutant(
+        "offload/cache/policy.py",
+        "for expert in reversed(counts.order):",
+        "for expert in counts.order:",
+        "tests/unit/offload/cache/test_policy.py",
+    ),
+    "large experts stay as long as small ones": Mutant(
+        "offload/cache/policy.py",
+        "counts.uses(expert) / self._bytes[other]",
+        "counts.uses(expert)",
+        "tests/unit/offload/cache/test_policy.py",
+    ),
+    "bytes read in place arrive one block late": Mutant(
+        "offload/disk/reader.py",
+        "offset = item.offset + begin - item.start",
+        "offset = item.offset + begin - item.start + BLOCK_BYTES",
+        "tests/unit/offload/disk/test_reader.py",
+    ),
+    "a gap as long as a part is fetched along": Mutant(
+        "checkpoint/ranges.py",
+        "piece.start - ranges[-1][1] <= _GAP_BYTES",
+        "piece.start - ranges[-1][1] <= _PART_BYTES",
+        "tests/unit/checkpoint/test_hub.py -k all_that_is_downloaded",
+    ),
+    "a file of any size is downloaded with an adapter": Mutant(
+        "hub/download.py",
+        "seen.file_size > limit",
+        "seen.file_size < 0",
+        "tests/unit/hub/test_download.py",
+    ),
 }
 
 

@@ -189,9 +189,9 @@ def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor
     if bits != 16:
         for name, linear in candidates.items():
             linears[name] = (linear.out_features, linear.in_features)
-            moe = matrix_format(linears[name], bits, _CPU).quantize(linear.weight, is_fitted=True)
+            parts = matrix_format(linears[name], bits, _CPU).quantize(linear.weight, is_fitted=True)
             del tensors[f"{name}.weight"]
-            tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in moe.items()})
+            tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in parts.items()})
     return tensors, linears
 
 
