@@ -31,9 +31,7 @@ class Mutant:
 
 
 GENERATE = "tests/parity/test_generate.py"
-ADAPTERS = "tests/parity/test_adapters.py"
 OUTPUTS = "tests/parity/test_outputs.py"
-LOCAL = "tests/parity/test_local_blocks.py"
 MUTANTS = {
     "rows of beams stay where they are": Mutant(
         "blocks/kv.py", "copy_(old[source])", "copy_(old[target])", f"{GENERATE} -k beam-llama"
@@ -69,7 +67,7 @@ MUTANTS = {
         "backbone/stack.py",
         "range(first, self.num_blocks - last)",
         "range(last, self.num_blocks - first)",
-        f"{LOCAL} -k test_hidden_states_and_padding",
+        "tests/unit/backbone/test_local_blocks.py",
     ),
     "router logits of the first remote block come for each": Mutant(
         "backbone/stack.py",

@@ -281,6 +281,8 @@ def test_dropout_numbers_depend_on_every_argument() -> None:
         (1, 2, "self_attn.q_proj", 1),
     ):
         assert not torch.equal(reference, adapter_dropout_mask(*other, (3, 50)))
+    # The rows of a batch differ: the second one has the numbers of the next seed.
+    assert torch.equal(reference[1:2], adapter_dropout_mask(2, 2, "self_attn.q_proj", 0, (1, 50)))
     numbers = adapter_dropout_mask(5, 0, "m", 0, (400, 500))
     # 200,000 draws: the share below 0.1 has a standard deviation of 0.0007.
     assert abs(float((numbers < 0.1).float().mean()) - 0.1) < 0.004
