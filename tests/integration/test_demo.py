@@ -68,7 +68,6 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
     "said",
     [
         pytest.param("2. 3 servers", id="servers-start"),
-        pytest.param("3. 100 steps", id="training"),
         pytest.param("training: 1 of 100 steps", id="amid-training"),
         pytest.param("4. generate", id="generating"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import IDS, MASK, config_of, lora, parametrize, step, trained, tuned, worst_error
+from adapter_cases import IDS, MASK, config_of, lora, step, trained, tuned, worst_error
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -54,7 +54,17 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         first.model.layers[0].swarm_stack.remote.connection.close()
 
 
-@parametrize("served", ("llama", "mixtral"), "module")
+# What travels for each kind of method; every method is compared in test_adapters, without processes.
+@pytest.mark.parametrize(
+    ("served", "case"),
+    [
+        ("mixtral", ("mixtral", "lora-experts")),
+        ("llama", ("llama", "ia3")),
+        ("llama", ("llama", "prefix-tuning")),
+    ],
+    indirect=["served"],
+    ids=str,
+)
 def test_gradients_and_text(served: Served, case: tuple[str, str]) -> None:
     config = config_of(case)
     local, remote = tuned(served.load_local(), config), tuned(served.load_remote(), config)
