@@ -13,9 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from swarm_plugins.errors import ConfigError, TransportError
-from swarm_plugins.links import Link
-from swarm_plugins.links.network import MAX_SERVERS, Ports, Traffic
-from swarm_plugins.links.relay import Relay
+from swarm_plugins.local_swarm.lines import Lines, Ports
 from swarm_plugins.local_swarm.server import LocalServer
 from swarm_plugins.server.config import ServeConfig
 
@@ -30,6 +28,7 @@ _OPTIONS = sorted(
 _MOST_SERVERS = 64
 """Each is a process with torch in memory; more than that is a slip of the keyboard."""
 _POLL_S = 0.02
+_SWARM = ("-m", "swarm_plugins")
 
 
 class LocalSwarm:
@@ -47,8 +46,7 @@ class LocalSwarm:
         slices: ``--slice`` of each span's servers, None for whole experts.
         dtype: Compute dtype: ``float32``, ``bfloat16`` or ``float16``. None: the checkpoint's.
         threads: CPU threads of each server.
-        link: Distance between clients and servers, and between servers. None: none is added.
-        server_link: Distance between servers, if it differs.
+        link: Carries all connections, to add distance or faults. None: they are direct.
         start_timeout_s: How long all servers together may take to start.
         serve_options: Other options of ``swarm serve``, such as ``kv_bytes="256MB"`` or ``quantization="int8"``.
 
@@ -68,8 +66,7 @@ class LocalSwarm:
         slices: Sequence[str | None] | None = None,
         dtype: object = None,
         threads: int | None = 1,
-        link: Link | None = None,
-        server_link: Link | None = None,
+        link: Lines | None = None,
         start_timeout_s: float = 300.0,
         **serve_options: object,
     ) -> None:
@@ -94,9 +91,9 @@ class LocalSwarm:
         self._threads = threads
         # str() of a torch.dtype, so that torch itself need not be loaded here.
         self._options = serve_options | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
-        _check_size_and_links(self.num_servers, {"link": link, "server_link": server_link})
-        self._links = link or Link(), server_link or link or Link()
-        self._relay = None if link is None and server_link is None else Relay(self.num_servers, *self._links)
+        if self.num_servers > _MOST_SERVERS:
+            raise ConfigError(f"{self.num_servers} servers are too many for one machine: at most {_MOST_SERVERS}")
+        self._link = link
         self._ports: Ports | None = None
         self._start_timeout_s = start_timeout_s
         self._directory: Path | None = None
@@ -135,7 +132,7 @@ class LocalSwarm:
         self._directory = Path(tempfile.mkdtemp(prefix="swarm-local-"))
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            self._ports = self._open_links()
+            self._ports = None if self._link is None else self._link.start(self.num_servers)
             for index in range(self.num_servers):
                 self._servers.append(self._spawn(index, {}))
             for index, server in enumerate(self._servers):
@@ -144,7 +141,8 @@ class LocalSwarm:
                 if index == 0 or self._ports is not None:
                     self._wait_for([server], "joined", deadline)
             self._wait_for(self._servers, "ready", deadline)
-            self._shut_links()
+            if self._link is not None:
+                self._link.shut()
         except BaseException:
             self.close()
             raise
@@ -157,7 +155,9 @@ class LocalSwarm:
         for server in self._servers:
             server.terminate()
         self._servers = []
-        self._close_links()
+        self._ports = None
+        if self._link is not None:
+            self._link.close()
         directory, self._directory = self._directory, None
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -188,7 +188,7 @@ class LocalSwarm:
         options: Mapping[str, object],
         *,
         model: str | os.PathLike[str] | None = None,
-        module: str = "swarm_plugins",
+        program: Sequence[str] = _SWARM,
     ) -> None:
         """Ends a server at once and starts one in its place, with the same ports and further options."""
         if not self._servers:
@@ -196,38 +196,14 @@ class LocalSwarm:
         old = self._servers[index]
         old.kill()
         ports = [address.partition("/p2p/")[0] for address in old.addresses]
-        self._admit(index)
+        if self._link is not None:
+            self._link.admit(index)
         same = {} if "host_maddrs" in self._options else {"host_maddrs": ports}
-        new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, module=module)
+        new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, program=program)
         new.tell_peers(self._ways_to_others(index))
         self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
-        self._shut_links()
-
-    def traffic(self) -> Traffic:
-        """Returns the bytes carried so far by the links.
-
-        Raises:
-            ConfigError: If this swarm has no links.
-        """
-        if self._relay is None or self._ports is None:
-            raise ConfigError("this swarm has no links, or is not running: give link, and start it")
-        return self._relay.traffic()
-
-    def _open_links(self) -> Ports | None:
-        return None if self._relay is None else self._relay.start()
-
-    def _admit(self, index: int) -> None:
-        if self._relay is not None:
-            self._relay.admit(index)
-
-    def _shut_links(self) -> None:
-        if self._relay is not None:
-            self._relay.shut()
-
-    def _close_links(self) -> None:
-        self._ports = None
-        if self._relay is not None:
-            self._relay.close()
+        if self._link is not None:
+            self._link.shut()
 
     def _ways_to_others(self, index: int) -> list[str]:
         """Returns the addresses by which a server reaches the others that run."""
@@ -243,14 +219,14 @@ class LocalSwarm:
         options: Mapping[str, object],
         *,
         model: str | os.PathLike[str] | None = None,
-        module: str = "swarm_plugins",
+        program: Sequence[str] = _SWARM,
     ) -> LocalServer:
-        """Starts ``swarm serve``, or the same command of another module."""
+        """Starts ``swarm serve``, or the same command of another program."""
         name = self.model if model is None else str(Path(model).expanduser().resolve())
         span = index // self._replicas
         by_number = self._num_blocks is not None
         chosen = ["--num-blocks", str(self._num_blocks)] if by_number else ["--blocks", self._blocks[span]]
-        command = [sys.executable, "-m", module, "serve", name, "--embedded", *chosen]
+        command = [sys.executable, *program, "serve", name, "--embedded", *chosen]
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
         shares = {share: values[span] for share, values in self._shares.items() if values and values[span] is not None}
@@ -279,16 +255,6 @@ class LocalSwarm:
                     f"raise start_timeout_s, or see why{late.why}"
                 )
             time.sleep(_POLL_S)
-
-
-def _check_size_and_links(num_servers: int, links: Mapping[str, object]) -> None:
-    if num_servers > _MOST_SERVERS:
-        raise ConfigError(f"{num_servers} servers are too many for one machine: at most {_MOST_SERVERS}")
-    for name, link in links.items():
-        if not isinstance(link, Link | None):
-            raise ConfigError(f"invalid {name} {link!r}: give a distance, such as Link(rtt_ms=40, mbit=20)")
-    if any(links.values()) and num_servers > MAX_SERVERS:
-        raise ConfigError(f"{num_servers} servers are too many for links: at most {MAX_SERVERS}")
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -11,12 +11,8 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
-from swarm_plugins.links.line import Line
-from swarm_plugins.links.pacing import Pacer
-from swarm_plugins.testing.trips import Trips
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Opener, Transport
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import Codec, Failure, Message
@@ -27,123 +23,100 @@ from swarm_plugins.transport.wire import decode, encode
 log = logging.getLogger(__name__)
 
 _PIPE_FRAMES = 8
-_ASIDE = "rpc_info"
-"""Asked now and then, by nothing that goes on."""
 
 
-class _Frame(NamedTuple):
-    arrival: float
-    content: bytes
-    trips: int
-    """Length of the longest chain of messages that ends with this one; 0: not counted."""
-
-
-class _Pipe:
+class Pipe:
     """One direction of a channel: a bounded queue of frames that can end or break.
 
     Args:
-        pacer: When what is sent now arrives.
         sender: Counts for the peer that puts.
         receiver: Counts for the peer that gets.
+        arrival: When so many bytes that are sent now arrive, in seconds of the event loop.
     """
 
-    def __init__(self, pacer: Callable[[], Pacer], sender: StreamCounts, receiver: StreamCounts) -> None:
-        self._pacer, self._sender, self._receiver = pacer, sender, receiver
-        self._frames: deque[_Frame] = deque()
+    def __init__(
+        self, sender: StreamCounts, receiver: StreamCounts, arrival: Callable[[int], float] = lambda _: 0.0
+    ) -> None:
+        self._sender, self._receiver, self._arrival = sender, receiver, arrival
+        self._frames: deque[tuple[float, bytes]] = deque()
         self._changed = asyncio.Condition()
         self._is_ended = False
         self._ends_at = 0.0
         self._is_broken = False
 
-    async def put(self, content: bytes, trips: int) -> None:
+    async def put(self, content: bytes) -> None:
+        """Sends a frame, as soon as there is room."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._frames) < _PIPE_FRAMES or self._is_ended)
             if self._is_ended:
                 raise TransportError("the stream is broken")
-            self._frames.append(_Frame(self._arrival(len(content)), content, trips))
+            self._frames.append((self._arrival(len(content)), content))
             self._sender.sent_bytes += len(content)
             self._changed.notify_all()
 
-    async def get(self) -> _Frame | None:
+    async def get(self) -> bytes | None:
         """Returns the next frame once it has arrived; None at the end. If cancelled, it is left."""
         async with self._changed:
             await self._changed.wait_for(lambda: bool(self._frames) or self._is_ended)
             if self._is_broken:
                 raise TransportError("the stream is broken")
-            arrival = self._frames[0].arrival if self._frames else self._ends_at
+            arrival = self._frames[0][0] if self._frames else self._ends_at
         await asyncio.sleep(arrival - asyncio.get_running_loop().time())
         async with self._changed:
             if self._is_broken:
                 raise TransportError("the stream is broken")
-            frame = self._frames.popleft() if self._frames else None
-            self._receiver.received_bytes += 0 if frame is None else len(frame.content)
+            content = self._frames.popleft()[1] if self._frames else None
+            self._receiver.received_bytes += len(content or b"")
             self._changed.notify_all()
-            return frame
+            return content
 
     async def finish(self, *, is_broken: bool) -> None:
+        """Ends the stream after what was sent, or breaks it at once."""
         async with self._changed:
             self._is_ended = True
             self._ends_at = self._arrival(0)
             self._is_broken |= is_broken
             self._changed.notify_all()
 
-    def _arrival(self, num_bytes: int) -> float:
-        return self._pacer().arrival(asyncio.get_running_loop().time(), num_bytes)
 
-
-class _LocalChannel:
+class LocalChannel:
     """One end of two pipes."""
 
-    def __init__(
-        self, peer: str, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, trips: Trips | None, line: Line
-    ) -> None:
-        self._peer = peer
-        self._line = line
-        self._trips = trips
+    def __init__(self, remote_peer: str, outgoing: Pipe, incoming: Pipe) -> None:
         self.remote_peer = remote_peer
         self._outgoing = outgoing
         self._incoming = incoming
-        self._held: deque[_Frame | None] = deque()
-        """What has arrived, but may not be read yet."""
         self.is_closed = False
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
+        """Sends a message; see `Channel`."""
         self._check_open()
-        if not self._line.loses_requests:
-            trips = self._trips.departs(self._peer) if self._trips else 0
-            await self._outgoing.put(b"".join(encode(message, codec=codec)), trips)
+        await self._put(b"".join(encode(message, codec=codec)))
 
     async def receive(self, *, timeout_s: float) -> Message | None:
+        """Waits for a message; see `Channel`."""
         self._check_open()
         try:
-            frame = await asyncio.wait_for(self._arrived(), timeout_s)
+            content = await asyncio.wait_for(self._get(), timeout_s)
         except TimeoutError as exc:
             raise RequestTimeoutError(f"no message from {self.remote_peer} within {timeout_s:g} s") from exc
-        if frame is None:
-            return None
-        if self._trips:
-            self._trips.arrives(self._peer, frame.trips)
-        return decode(frame.content)
+        return None if content is None else decode(content)
 
-    async def _arrived(self) -> _Frame | None:
-        line = self._line
-        while True:
-            if not self._held:
-                self._held.append(await self._incoming.get())
-            await line.wait_until(lambda: not line.is_frozen)
-            frame = self._held.popleft()
-            # The end of a stream is lost too.
-            if not line.loses_answers:
-                return frame
-            await line.wait_until(lambda: not line.loses_answers)
+    async def _put(self, content: bytes) -> None:
+        await self._outgoing.put(content)
+
+    async def _get(self) -> bytes | None:
+        return await self._incoming.get()
 
     async def close(self) -> None:
+        """Ends the channel. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             # The other end reads what was sent, then the end; it can no longer send.
             await self.finish(is_broken=False)
 
     async def finish(self, *, is_broken: bool) -> None:
+        """Ends both directions."""
         await self._outgoing.finish(is_broken=is_broken)
         await self._incoming.finish(is_broken=is_broken)
 
@@ -170,14 +143,11 @@ class LocalTransport:
         self.client = client
         """The client's peer id."""
         self._killed: set[str] = set()
-        self._lines: dict[tuple[str | None, str], Line] = {}
         self._announced: dict[str, ServerInfo] = {}
         self.counts_of: defaultdict[str, StreamCounts] = defaultdict(StreamCounts)
         """What each peer has sent and received."""
         self.counts = self.counts_of[client]
-        self.trips = Trips()
-        """Messages one after the other, except those of ``rpc_info``."""
-        self._live: dict[asyncio.Task[None], tuple[set[str], _LocalChannel]] = {}
+        self._live: dict[asyncio.Task[None], tuple[set[str], LocalChannel]] = {}
 
     @property
     def num_live_channels(self) -> int:
@@ -198,26 +168,17 @@ class LocalTransport:
         handler = self._handlers_by_peer.get(peer, {}).get(rpc)
         if handler is None or self._killed & {caller, peer}:
             raise TransportError(f"peer {peer} cannot be reached, or does not serve {rpc}")
-        line = self.line(peer, None if caller == self.client else caller)
-        try:
-            await asyncio.wait_for(line.wait_until(lambda: line.is_sound), timeout_s)
-        except TimeoutError as exc:
-            raise RequestTimeoutError(f"peer {peer} did not answer within {timeout_s:g} s") from exc
-        if peer in self._killed:
-            raise TransportError(f"peer {peer} cannot be reached")
-        own, its = self.counts_of[caller], self.counts_of[peer]
-        forth, back = _Pipe(lambda: line.there, own, its), _Pipe(lambda: line.back, its, own)
-        trips = None if rpc == _ASIDE else self.trips
-        near = _LocalChannel(caller, peer, forth, back, trips, line)
-        far = _LocalChannel(peer, caller, back, forth, trips, Line())
+        near, far = self._connect(caller, peer, rpc)
         task = asyncio.create_task(_run(handler, far), name=f"local {rpc} of {peer}")
         self._live[task] = ({caller, peer}, near)
         task.add_done_callback(lambda done: self._live.pop(done, None))
         return near
 
-    def line(self, peer: str, caller: str | None = None) -> Line:
-        """Returns the way to a peer, from another one or (None) from the client."""
-        return self._lines.setdefault((caller, peer), Line())
+    def _connect(self, caller: str, peer: str, rpc: str) -> tuple[LocalChannel, LocalChannel]:
+        """Returns both ends of a new channel, the caller's first."""
+        own, its = self.counts_of[caller], self.counts_of[peer]
+        there, back = Pipe(own, its), Pipe(its, own)
+        return LocalChannel(peer, there, back), LocalChannel(caller, back, there)
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Asks every live peer for its ``rpc_info``; of one that cannot be reached, tells the last; see `Directory`."""
@@ -225,7 +186,7 @@ class LocalTransport:
         for peer in list(self._handlers_by_peer):
             if peer in self._killed or "rpc_info" not in self._handlers_by_peer[peer]:
                 continue
-            info = await self._info_of(peer) if self.line(peer).is_sound else self._announced.get(peer)
+            info = await self._info_of(peer)
             if info is not None and info.version == version and info.num_blocks == num_blocks:
                 found[peer] = info
         return found
@@ -284,7 +245,7 @@ class _Peer:
         return await self._transport._open(self._peer, peer, rpc, timeout_s)
 
 
-async def _run(handler: Handler, channel: _LocalChannel) -> None:
+async def _run(handler: Handler, channel: LocalChannel) -> None:
     try:
         await handler(channel)
     except TransportError as exc:

@@ -12,8 +12,10 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.support.select import Select
 from web_kit import TEMPLATE, served
 
+from recipes.benchmarks.compute import SimulatedCompute
+from recipes.benchmarks.links.swarm import DistantSwarm
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
-from swarm_plugins.testing import InProcessSwarm, SimulatedCompute, save_tiny, tiny_model, tiny_tokenizer
+from swarm_plugins.testing import save_tiny, tiny_model, tiny_tokenizer
 from swarm_plugins.web import create_app
 
 pytestmark = pytest.mark.browser
@@ -37,15 +39,15 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def swarm(model: Path) -> Iterator[InProcessSwarm]:
+def swarm(model: Path) -> Iterator[DistantSwarm]:
     # Slow enough to be stopped, or to lose a server, in the middle of an answer.
     compute = [SimulatedCompute(call_s=0.01)] * 3
-    with InProcessSwarm(model, spans=SPANS, compute=compute, config=SwarmConfig(max_retries=2)) as swarm:
+    with DistantSwarm(model, spans=SPANS, compute=compute, config=SwarmConfig(max_retries=2)) as swarm:
         yield swarm
 
 
 @pytest.fixture
-def page(driver: Chrome, model: Path, swarm: InProcessSwarm, adapter: Path) -> Iterator[Page]:
+def page(driver: Chrome, model: Path, swarm: DistantSwarm, adapter: Path) -> Iterator[Page]:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     base = AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection).eval()
@@ -89,7 +91,7 @@ def test_the_second_turn_is_cached(page: Page) -> None:
     page.wait_text(".message:last-child .facts", "cached")
 
 
-def test_stop_ends_the_generation(page: Page, swarm: InProcessSwarm) -> None:
+def test_stop_ends_the_generation(page: Page, swarm: DistantSwarm) -> None:
     page.type_into("#max_tokens", "400")
     page.say("Hello")
     page.wait(lambda: page.answers[-1:] not in ([], [""]), "the answer does not begin")
@@ -102,7 +104,7 @@ def test_stop_ends_the_generation(page: Page, swarm: InProcessSwarm) -> None:
 
 
 @pytest.mark.quick
-def test_a_killed_server_changes_no_answer_and_a_gap_is_seen(page: Page, swarm: InProcessSwarm) -> None:
+def test_a_killed_server_changes_no_answer_and_a_gap_is_seen(page: Page, swarm: DistantSwarm) -> None:
     whole = ask(page, "Hello", 40)
     page.click("#new")
     page.say("Hello")

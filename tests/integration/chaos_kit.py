@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from trainer_kit import quiet_trainer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins.testing.nemesis import Nemesis
+from kits.nemesis import Nemesis
 
 IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 LONG = torch.randint(5, 100, (2, 48), generator=torch.Generator().manual_seed(2))

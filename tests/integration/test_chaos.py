@@ -18,11 +18,13 @@ import pytest
 from chaos_kit import Memory, decode, storm
 from session_check import bytes_left, sessions_left
 
+from kits.faulty_swarm import FaultySwarm
+from kits.liars import LyingSwarm
+from kits.nemesis import Fault, Nemesis
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.errors import MissingBlocksError
-from swarm_plugins.testing import FaultySwarm, InProcessSwarm, Nemesis, save_tiny, tiny_model
-from swarm_plugins.testing.nemesis import Fault
+from swarm_plugins.testing import save_tiny, tiny_model
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "15"))
 SEED = int(os.environ["CHAOS_SEED"]) if "CHAOS_SEED" in os.environ else None
@@ -84,7 +86,7 @@ both_kinds = pytest.mark.parametrize("models", ["llama", "mixtral"], indirect=Tr
 def test_faults_in_process(models: tuple[Path, Path]) -> None:
     directory, other = models
     files = psutil.Process().num_fds()
-    with InProcessSwarm(directory, spans=SPANS, config=CONFIG) as swarm:
+    with LyingSwarm(directory, spans=SPANS, config=CONFIG) as swarm:
         nemesis = Nemesis(swarm, seed=SEED, duration_s=SECONDS, other_model=other)
         sys.stdout.write(f"{nemesis}\n")
         done, memory = storm(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipes.benchmarks.links import Link, Relay
+from recipes.benchmarks.links.network import Traffic
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.links import Link
-from swarm_plugins.links.network import Traffic
 from swarm_plugins.testing import save_tiny
 
 # Many rows, as servers talk of other things meanwhile.
@@ -32,36 +32,34 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path, monkeypatch
     want = local.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False)
     # The last token is chosen, and not sent.
     hop_bytes = IDS.shape[0] * (want.shape[1] - 1) * local.config.hidden_size * 4
-    link, server_link = Link(rtt_ms=20, mbit=100), Link(rtt_ms=1)
+    relay = Relay(Link(rtt_ms=20, mbit=100), Link(rtt_ms=1))
 
-    def used(swarm: LocalSwarm, connection: SwarmConnection) -> Traffic:
+    def used(connection: SwarmConnection) -> Traffic:
         """Returns the bytes by which a client gets its tokens."""
         model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection)
-        before = swarm.traffic()
+        before = relay.traffic()
         assert model.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False).equal(want)
-        return since(before, swarm)
+        return since(before, relay)
 
-    with LocalSwarm(
-        directory, spans=[(0, 2), (2, 4)], link=link, server_link=server_link, announce_every_s=1.0
-    ) as swarm:
-        assert swarm.traffic().between > 0, "the second server has joined by the first"
+    with LocalSwarm(directory, spans=[(0, 2), (2, 4)], link=relay, announce_every_s=1.0) as swarm:
+        assert relay.traffic().between > 0, "the second server has joined by the first"
         # It knows by which port, nearer than theirs, it has called the other one, and tells clients.
         knowing = swarm.servers[1].addresses
         with connect(knowing, SwarmConfig(push="off")) as connection:
-            sent = used(swarm, connection)
+            sent = used(connection)
             assert min(sent.to_servers, sent.from_servers) > 2 * hop_bytes
             assert sent.between < hop_bytes
-            before = swarm.traffic()
+            before = relay.traffic()
             swarm.restart(1)
-            assert swarm.traffic().between > before.between, "it has joined by the other one again"
-            sent = used(swarm, connection)
+            assert relay.traffic().between > before.between, "it has joined by the other one again"
+            sent = used(connection)
             assert min(sent.to_servers, sent.from_servers) > 2 * hop_bytes
         with connect(knowing, SwarmConfig(push="on")) as connection:
-            sent = used(swarm, connection)
+            sent = used(connection)
             assert sent.between > hop_bytes
             assert hop_bytes < sent.to_servers < 2 * hop_bytes
             # In training too, each batch and each gradient goes up once, and on from server to server.
-            sent, step_bytes = trained(swarm, connection), IDS.numel() * local.config.hidden_size * 4
+            sent, step_bytes = trained(relay, directory, connection), IDS.numel() * local.config.hidden_size * 4
             assert step_bytes < sent.between < 4 * step_bytes
             assert step_bytes < sent.to_servers < 3 * step_bytes
             assert sent.from_servers > 2 * step_bytes
@@ -70,20 +68,20 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path, monkeypatch
             assert neighbors(connection, two)[one] >= 1e-3
 
 
-def since(before: Traffic, swarm: LocalSwarm) -> Traffic:
+def since(before: Traffic, relay: Relay) -> Traffic:
     """Returns the bytes that have gone by each kind of link meanwhile."""
-    after = swarm.traffic()
+    after = relay.traffic()
     return Traffic(*(getattr(after, name) - getattr(before, name) for name in Traffic.__struct_fields__))
 
 
-def trained(swarm: LocalSwarm, connection: SwarmConnection) -> Traffic:
+def trained(relay: Relay, directory: Path, connection: SwarmConnection) -> Traffic:
     """Returns the bytes of a training step."""
-    model = AutoSwarmModelForCausalLM.from_pretrained(swarm.model, connection=connection)
+    model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection)
     weight = model.get_input_embeddings().weight.requires_grad_(True)
-    before = swarm.traffic()
+    before = relay.traffic()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     assert float(weight.grad.norm()) > 0
-    return since(before, swarm)
+    return since(before, relay)
 
 
 def neighbors(connection: SwarmConnection, peer: str) -> Mapping[str, float]:
@@ -96,8 +94,6 @@ def neighbors(connection: SwarmConnection, peer: str) -> Mapping[str, float]:
     return found
 
 
-def test_links_of_too_many_servers_and_traffic_without_links_are_refused(tmp_path: Path) -> None:
+def test_links_of_too_many_servers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="17 servers are too many for links: at most 16"):
-        LocalSwarm(tmp_path, num_servers=17, link=Link(rtt_ms=5))
-    with pytest.raises(ConfigError, match="has no links"):
-        LocalSwarm(tmp_path).traffic()
+        LocalSwarm(tmp_path, num_servers=17, link=Relay(Link(rtt_ms=5))).start()

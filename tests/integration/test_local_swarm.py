@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.errors import ConfigError, TransportError
-from swarm_plugins.links import Way
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.testing.models import save_tiny
 
@@ -180,8 +179,6 @@ def test_late_server_is_reported_and_ended(model: Path) -> None:
         pytest.param({"replicas": 0}, "got 2 and 0", id="no-replicas"),
         pytest.param({"num_servers": "3"}, "must be at least 1, got '3' and 1", id="text"),
         pytest.param({"num_servers": 100}, "100 servers are too many for one machine: at most 64", id="many"),
-        pytest.param({"link": 40}, "invalid link 40: give a distance, such as Link", id="link"),
-        pytest.param({"server_link": Way(delay_ms=5)}, "invalid server_link Way", id="way"),
         pytest.param({"spans": []}, "spans is empty", id="no-spans"),
         pytest.param({"kv_byte": 3}, "unknown option 'kv_byte' of a local swarm; known: ", id="unknown"),
     ],

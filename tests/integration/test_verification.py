@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
+from kits.faulty_swarm import LYING_SERVER
 from swarm_plugins import load_remote_experts
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.cli import app
@@ -30,7 +31,7 @@ def liar(model: Path, address: str, *options: str) -> Iterator[str]:
     """Runs a lying server of the whole model, which clients prefer to honest ones; yields its peer id."""
     arguments = ["serve", str(model), "--blocks", "0:4", "--threads", "1", "--initial-peers", address, *options]
     process = subprocess.Popen(
-        [sys.executable, "-m", "swarm_plugins.testing.lying_server", *arguments],
+        [sys.executable, str(LYING_SERVER), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

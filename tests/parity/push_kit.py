@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kits.liars import LyingSwarm
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server.rpc import checks
 from swarm_plugins.server.state.pushes import Pushes
-from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.transport.messages import Codec, PushTo
 
 SHORT_S, LONG_S = 0.2, 10.0
@@ -26,12 +26,12 @@ SPANS = [(0, 1), (1, 2), (2, 4)]
 REPLICAS = [span for span in SPANS for _ in range(2)]
 
 
-def swarm_of(model: Any, spans: list[tuple[int, int]] = SPANS, **settings: Any) -> InProcessSwarm:
+def swarm_of(model: Any, spans: list[tuple[int, int]] = SPANS, **settings: Any) -> LyingSwarm:
     """Returns a swarm whose servers push, unless told otherwise."""
-    return InProcessSwarm(model, spans=spans, config=SwarmConfig(**{"push": "on", **settings}))
+    return LyingSwarm(model, spans=spans, config=SwarmConfig(**{"push": "on", **settings}))
 
 
-def remote(swarm: InProcessSwarm) -> Any:
+def remote(swarm: LyingSwarm) -> Any:
     return AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
 
 
@@ -48,12 +48,12 @@ def decode(model: PreTrainedModel, ids: Tensor, new_tokens: int, **settings: Any
     return output
 
 
-def taken(swarm: InProcessSwarm) -> list[int]:
+def taken(swarm: LyingSwarm) -> list[int]:
     """Returns how many pushed outputs each server has used."""
     return [service.pushes.num_taken for service in swarm.services.values()]
 
 
-def refused(swarm: InProcessSwarm) -> list[int]:
+def refused(swarm: LyingSwarm) -> list[int]:
     return [service.pushes.num_refused for service in swarm.services.values()]
 
 
@@ -62,12 +62,12 @@ def set_patience(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
     monkeypatch.setattr(judging, "push_wait_s", lambda *_: patience_s)
 
 
-def in_session(swarm: InProcessSwarm) -> list[str]:
+def in_session(swarm: LyingSwarm) -> list[str]:
     """Returns the servers that have sessions, in the order of their blocks."""
     return [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
 
 
-async def kill(swarm: InProcessSwarm, peer: str) -> None:
+async def kill(swarm: LyingSwarm, peer: str) -> None:
     """Kills a server, also from within one of its own handlers, which ends here."""
     killing = asyncio.create_task(swarm.transport.kill(peer))
     await asyncio.sleep(0.01)  # cancelled here, if this is its own handler

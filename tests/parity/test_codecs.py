@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.testing import InProcessSwarm, save_tiny
-from swarm_plugins.testing.transports import _LocalChannel
+from swarm_plugins.testing.transports import LocalChannel
 from swarm_plugins.transport.messages import BackwardRequest, Codec, ForwardRequest, Message, PushedHidden, SessionStep
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -32,16 +32,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Codec, Codec]]:
     """Receiver, codec, and the codec wanted for the answer, of all requests with hidden states."""
     found: list[tuple[str, Codec, Codec]] = []
-    send = _LocalChannel.send
+    send = LocalChannel.send
 
-    async def noted(self: _LocalChannel, message: Message, *, codec: Codec = "none") -> None:
+    async def noted(self: LocalChannel, message: Message, *, codec: Codec = "none") -> None:
         if isinstance(message, ForwardRequest | BackwardRequest | SessionStep):
             found.append((self.remote_peer, codec, message.reply_codec))
         elif isinstance(message, PushedHidden):
             found.append((self.remote_peer, codec, "none"))
         await send(self, message, codec=codec)
 
-    monkeypatch.setattr(_LocalChannel, "send", noted)
+    monkeypatch.setattr(LocalChannel, "send", noted)
     return found
 
 

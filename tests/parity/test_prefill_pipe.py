@@ -29,11 +29,12 @@ from push_kit import (
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from recipes.benchmarks.links.swarm import DistantSwarm
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.client.sessions import pipe
 from swarm_plugins.client.sessions.pipe import num_chunks
 from swarm_plugins.server.compute.scheduler import Scheduler
-from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.testing import save_tiny
 from swarm_plugins.transport.server_info import ServerInfo
 
 PROMPT = 25  # not a multiple of the chunks
@@ -150,7 +151,7 @@ def test_a_server_that_is_lost_without_pushes_costs_no_token(
         assert len(steps) >= step_number
 
 
-async def strike(swarm: InProcessSwarm, victim: int) -> None:
+async def strike(swarm: DistantSwarm, victim: int) -> None:
     chain = in_session(swarm)
     await kill(swarm, chain[min(victim, len(chain) - 1)])
 

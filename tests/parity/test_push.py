@@ -31,12 +31,13 @@ from push_kit import (
 )
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
+from kits.liars import Liar, LyingSwarm
+from recipes.benchmarks.links import Link
 from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
-from swarm_plugins.links import Link
 from swarm_plugins.routing import ServerEntry
-from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
+from swarm_plugins.testing import save_tiny
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification import user_quarantine
 
@@ -116,7 +117,7 @@ def test_it_is_used_by_itself_where_servers_are_far_away(model: Path, want: torc
         assert sum(taken(swarm)) > 0
 
 
-async def far_refresh(swarm: InProcessSwarm) -> None:
+async def far_refresh(swarm: LyingSwarm) -> None:
     for peer in swarm.peers:
         for _ in range(3):
             await swarm.connection.peers.info(peer)
@@ -204,7 +205,7 @@ def test_pushed_steps_are_checked_like_others(model: Path, codec: str, caplog: p
         assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     spans = [SPANS[0], SPANS[1], SPANS[1], SPANS[2]]
     config = SwarmConfig(push="on", codec=codec, verify="on")  # type: ignore[arg-type]
-    with InProcessSwarm(model, spans=spans, liars=liars, config=config) as swarm:
+    with LyingSwarm(model, spans=spans, liars=liars, config=config) as swarm:
         assert decode(remote(swarm)).equal(honest)
         assert list(user_quarantine().peers()) == [swarm.peers[1]]
 

@@ -27,9 +27,10 @@ from push_kit import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kits.liars import Liar, LyingSwarm
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
-from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
+from swarm_plugins.testing import save_tiny
 from swarm_plugins.verification import user_quarantine
 
 ROWS = 4
@@ -168,7 +169,7 @@ def test_a_server_that_pushes_something_else_harms_no_other(
 def test_pushed_requests_are_checked_like_others(directory: Path, want: list[Tensor]) -> None:
     spans = [SPANS[0], SPANS[1], SPANS[1], SPANS[2]]
     config = SwarmConfig(push="on", verify="on")
-    with InProcessSwarm(directory, spans=spans, liars={1: Liar("scaled", factor=1.05)}, config=config) as swarm:
+    with LyingSwarm(directory, spans=spans, liars={1: Liar("scaled", factor=1.05)}, config=config) as swarm:
         for _ in range(3):
             assert_near(gradients(remote(swarm)), want)
         assert list(user_quarantine().peers()) == [swarm.peers[1]]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from recipes.benchmarks.figures import Report
-    from swarm_plugins.links import Link
+    from recipes.benchmarks.links import Link
 
 _MBIT = 100.0
 
@@ -61,14 +61,13 @@ def network(
     """Measure servers at a distance: a token, the first token and a training step against the link's bound."""
 
     def run(progress: Progress) -> Report:
-        from swarm_plugins.links import Link
+        from recipes.benchmarks.links import Link
 
         link = _parse_link(rtt, mbit, preset)
         _check_draft(draft)
         # What takes seconds to import comes after what may be wrong at once.
         from recipes.benchmarks.network.pipeline import Pipeline
         from recipes.benchmarks.network.run import bench_network
-        from swarm_plugins.testing.in_process import InProcessSwarm
 
         report = bench_network(
             model,
@@ -82,9 +81,7 @@ def network(
             draft=draft,
         )
         if waiting is not None:
-            pipeline = Pipeline(
-                model, link=link, swarm=InProcessSwarm, waiting_s=waiting, rounds=rounds, progress=progress
-            )
+            pipeline = Pipeline(model, link=link, waiting_s=waiting, rounds=rounds, progress=progress)
             report.figures += pipeline.figures()
         return report
 
@@ -114,7 +111,7 @@ def network(
 def _parse_link(rtt: float | None, mbit: float | None, preset: str | None) -> Link:
     """Returns the link between the client and the servers."""
     from swarm_plugins.errors import ConfigError
-    from swarm_plugins.links import NETWORKS, Link
+    from recipes.benchmarks.links import NETWORKS, Link
 
     if preset is None:
         return Link(rtt_ms=100.0 if rtt is None else rtt, mbit=_MBIT if mbit is None else mbit)
@@ -141,7 +138,7 @@ def parse_links(rtts: str, *, mbit: float, server_rtt: float | None) -> list[tup
         ConfigError: If a time is not a number of 0 or more, or the rate is wrong.
     """
     from swarm_plugins.errors import ConfigError
-    from swarm_plugins.links import Link
+    from recipes.benchmarks.links import Link
 
     try:
         times = sorted({float(one) for one in rtts.split(",")})

@@ -17,7 +17,7 @@ from recipes.benchmarks.measure import Arm, take_turns
 from recipes.benchmarks.network.chat import ANSWER, CHAT, Run, answering
 from recipes.benchmarks.network.models import load_models, swarm_models
 from recipes.benchmarks.pictures import check_picture, picture
-from swarm_plugins.links import Link
+from recipes.benchmarks.links import Link, Relay
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.speculation import Speculation
 from recipes.study.drawing import GOOD, MARK, MUTED, WARM, tidy
@@ -111,8 +111,7 @@ class Distances:
             num_servers=self.num_servers,
             dtype="float32",
             threads=1,
-            link=link,
-            server_link=server_link,
+            link=Relay(link, server_link),
         )
 
     def _speeds(

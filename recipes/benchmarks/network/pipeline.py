@@ -1,7 +1,7 @@
 """Training and prompts at a distance, in chunks, so that all servers of a chain work at the same time.
 
 Servers that compute at once need cores of their own; where there are fewer, servers that wait instead show what a chain
-gains (`SimulatedCompute`): they are in this process, with the links of the test kit.
+gains (`SimulatedCompute`): they are in this process, with links.
 
 Letters: ``N`` servers of a chain, ``C`` chunks.
 """
@@ -11,10 +11,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch
@@ -27,10 +25,11 @@ from recipes.benchmarks.figures import Figure
 from recipes.benchmarks.measure import Arm, take_turns
 from recipes.benchmarks.swarm import model_on, swarm_model
 from recipes.benchmarks.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
-from swarm_plugins.client import SwarmConfig, SwarmConnection
-from swarm_plugins.links import Link
+from swarm_plugins.client import SwarmConfig
+from recipes.benchmarks.links import Link, Relay
+from recipes.benchmarks.links.swarm import DistantSwarm
 from swarm_plugins.local_swarm import LocalSwarm
-from swarm_plugins.testing.compute import SimulatedCompute
+from recipes.benchmarks.compute import SimulatedCompute
 from swarm_plugins.testing.models import save_tiny
 
 CHUNKS, REPLICA_CHUNKS, COMPUTING_CHUNKS = 8, 16, 4
@@ -49,19 +48,12 @@ _STEP_S = 0.02
 _MOST_ROUNDS = 3
 
 
-class Connected(Protocol):
-    """The part of an `InProcessSwarm` that models need."""
-
-    connection: SwarmConnection
-
-
 class Pipeline:
     """Compares training steps and prompts in chunks with unsplit ones, and two replicas of each span with one.
 
     Args:
         directory: The model whose blocks are computed; others wait.
         link: Between the client and servers that compute.
-        swarm: Starts servers that wait: `InProcessSwarm`.
         waiting_s: Seconds of a forward of the whole batch at a server that waits.
         rounds: Rounds whose medians are shown.
         progress: Shows how far it is.
@@ -72,14 +64,12 @@ class Pipeline:
         directory: Path,
         *,
         link: Link,
-        swarm: Callable[..., AbstractContextManager[Connected]],
         waiting_s: float,
         rounds: int,
         progress: Progress,
     ) -> None:
         self._directory = directory
         self._link = link
-        self._swarm = swarm
         self._waiting_s = waiting_s
         self._rounds = rounds
         self._progress = progress
@@ -153,7 +143,7 @@ class Pipeline:
             SwarmConfig(push="on", micro_batches=1),
             SwarmConfig(push="on", micro_batches=COMPUTING_CHUNKS),
         )
-        with LocalSwarm(self._directory, num_servers=2, dtype="float32", threads=1, link=self._link) as swarm:
+        with LocalSwarm(self._directory, num_servers=2, dtype="float32", threads=1, link=Relay(self._link)) as swarm:
             pids = [server.pid for server in swarm.servers]
             cores = sorted(os.sched_getaffinity(0))
             for index, pid in enumerate(pids):
@@ -168,11 +158,11 @@ class Pipeline:
 
     def _waiting(
         self, tiny: Path, spans: Sequence[tuple[int, int]], config: SwarmConfig, *, call_s: float = _CALL_S
-    ) -> AbstractContextManager[Connected]:
+    ) -> DistantSwarm:
         length = spans[0][1] - spans[0][0]
         token_s = self._waiting_s / (length * _ROWS * TOKENS)
         compute = SimulatedCompute(token_s=token_s, call_s=call_s / length, backward=_BACKWARD)
-        return self._swarm(tiny, spans=spans, compute=[compute] * len(spans), link=_NEAR, config=config)
+        return DistantSwarm(tiny, spans=spans, compute=[compute] * len(spans), link=_NEAR, config=config)
 
     def _compared(
         self,

@@ -20,7 +20,7 @@ from recipes.benchmarks.network.chat import ANSWER
 from recipes.benchmarks.network.drafting import drafting_figures
 from recipes.benchmarks.network.models import load_models, swarm_models
 from recipes.benchmarks.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
-from swarm_plugins.links import Link, Way
+from recipes.benchmarks.links import Link, Relay, Way
 from swarm_plugins.local_swarm import LocalSwarm
 
 GOAL = 0.85
@@ -62,9 +62,8 @@ def bench_network(
         SwarmError: If the swarm's tokens or gradients differ from the local model's.
     """
     report = SwarmReport(command="benchmark network", model=directory.resolve().name, headings=("bound", "swarm"))
-    swarm = LocalSwarm(
-        directory, num_servers=num_servers, dtype="float32", threads=1, link=link, server_link=server_link
-    )
+    relay = Relay(link, server_link)
+    swarm = LocalSwarm(directory, num_servers=num_servers, dtype="float32", threads=1, link=relay)
     local, drafter = load_models(directory, draft)
     prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
     expected = decode(local, prompt, new_tokens).tokens
@@ -76,7 +75,7 @@ def bench_network(
         gradient = prompt_gradient(local, texts)()
         for model in (star, pushing):
             check_equal("gradient", gradient, prompt_gradient(model, texts)())
-        sent = _sent_per_token(swarm, star, prompt, new_tokens)
+        sent = _sent_per_token(relay, star, prompt, new_tokens)
         tokens = bench.compare(
             "a decoded token", lambda model: decoding_round(model, prompt, new_tokens, expected), tokens=1
         )
@@ -191,10 +190,10 @@ class _Bench:
         )
 
 
-def _sent_per_token(swarm: LocalSwarm, model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> float:
-    before = swarm.traffic()
+def _sent_per_token(relay: Relay, model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> float:
+    before = relay.traffic()
     decode(model, prompt, new_tokens)
-    after = swarm.traffic()
+    after = relay.traffic()
     sent = after.to_servers - before.to_servers + after.from_servers - before.from_servers
     return sent / (prompt.shape[1] + new_tokens - 1)
 

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from recipes.benchmarks.links import Link
 from recipes.benchmarks.network.distances import DistanceReport, Distances, Point, draw_distances
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.links import Link
 
 POINTS = [
     Point(rtt_ms=5, server_rtt_ms=20, local=15.2, star=10.5, pushed=8.25, drafted=16.5, tokens_per_trip=3.125),

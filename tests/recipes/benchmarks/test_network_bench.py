@@ -11,9 +11,9 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from recipes.benchmarks.arms import local_model
+from recipes.benchmarks.links import Link
 from recipes.benchmarks.network import run
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.links import Link
 from swarm_plugins.testing.models import save_tiny
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
+from recipes.benchmarks.links import Link
 from recipes.benchmarks.network.distances import Distances
-from swarm_plugins.links import Link
 from swarm_plugins.testing.models import save_tiny
 
 ROOT = Path(__file__).parents[3]

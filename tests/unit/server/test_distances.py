@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import virtual_time
 
+from recipes.benchmarks.links import Link
+from recipes.benchmarks.links.transport import LineTransport
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.links import Link
 from swarm_plugins.routing import Demand
 from swarm_plugins.server.distances import keep_measured, neighbors, round_trips
-from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import EchoRequest, EchoResponse
 from swarm_plugins.transport.records import MAX_ROUND_TRIPS
@@ -47,7 +47,7 @@ class Swarm:
 
     def __init__(self, infos: dict[str, ServerInfo], silent: Iterable[str] = ()) -> None:
         self.infos = infos
-        self.transport = LocalTransport({peer: {"rpc_info": self._handler(peer)} for peer in infos})
+        self.transport = LineTransport({peer: {"rpc_info": self._handler(peer)} for peer in infos})
         for peer in silent:
             self.transport.line(peer, "a").loses_answers = True
 

@@ -6,17 +6,27 @@ import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
+from recipes.benchmarks.links.swarm import Place
 from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, SwarmError
+from swarm_plugins.routing.placement import Move
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.hosted import HostedSpans
+from swarm_plugins.server.moving import Mover
+from swarm_plugins.server.service import Service
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.transport.server_info import ServerInfo
 
 PROMPT = torch.randint(3, 100, (1, 6), generator=torch.Generator().manual_seed(0))
 SPANS = [(0, 2), (0, 2), (2, 4)]
@@ -25,6 +35,37 @@ SPANS = [(0, 2), (0, 2), (2, 4)]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral"))
+
+
+class Presence(Place):
+    """What a server announces is what others see at once."""
+
+    async def announce(self, info: Callable[[], ServerInfo]) -> None:
+        info()
+
+
+class MovingSwarm(InProcessSwarm):
+    """A swarm whose servers can move; each waits ``drain_s`` for open sessions."""
+
+    def __init__(self, *args: Any, drain_s: float = 0.0, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.drain_s = drain_s
+        self.movers: dict[str, Mover] = {}
+
+    def _service(self, peer: str, checkpoint: Checkpoint, spans: HostedSpans) -> Service:
+        service = super()._service(peer, checkpoint, spans)
+        self.movers[peer] = Mover(
+            config=ServeConfig(model=str(self.directory), announce_every_s=0.05, drain_s=self.drain_s),
+            presence=Presence(peer, self.transport),
+            service=service,
+            spans=spans,
+            load=lambda blocks: load_span(checkpoint, blocks, pool=spans.pool),
+        )
+        return service
+
+    def move(self, peer: str, start: int, end: int) -> None:
+        """Moves a server to other blocks, if all that it leaves have another server."""
+        self.connection.loop.run(self.movers[peer].make(Move(peer, range(start, end), closes_gap=False)))
 
 
 class Once(LogitsProcessor):
@@ -42,7 +83,7 @@ class Once(LogitsProcessor):
         return scores
 
 
-def busy(swarm: InProcessSwarm, start: int) -> str:
+def busy(swarm: MovingSwarm, start: int) -> str:
     """Returns the server of a span with open sessions."""
     return next(
         peer for peer, service in swarm.services.items() if len(service.sessions) and service.spec.blocks.start == start
@@ -53,7 +94,7 @@ def busy(swarm: InProcessSwarm, start: int) -> str:
 def test_a_move_during_generation_changes_no_token(directory: Path, drain_s: float) -> None:
     local = AutoModelForCausalLM.from_pretrained(directory).eval()
     expected = local.generate(PROMPT, max_new_tokens=10, do_sample=False)
-    with InProcessSwarm(directory, spans=SPANS, drain_s=drain_s) as swarm:
+    with MovingSwarm(directory, spans=SPANS, drain_s=drain_s) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         moving: list[threading.Thread] = []
         movers: list[str] = []
@@ -79,7 +120,7 @@ def test_a_move_during_generation_changes_no_token(directory: Path, drain_s: flo
 
 def test_a_move_between_forward_and_backward_changes_no_gradient(directory: Path) -> None:
     local = AutoModelForCausalLM.from_pretrained(directory)
-    with InProcessSwarm(directory, spans=SPANS) as swarm:
+    with MovingSwarm(directory, spans=SPANS) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         gradients = []
         for model in (local, remote):
@@ -96,7 +137,7 @@ def test_a_move_between_forward_and_backward_changes_no_gradient(directory: Path
 
 
 def test_the_only_server_of_a_block_stays(directory: Path) -> None:
-    with InProcessSwarm(directory, spans=SPANS) as swarm:
+    with MovingSwarm(directory, spans=SPANS) as swarm:
         swarm.move(swarm.peers[2], 0, 2)
         assert swarm.services[swarm.peers[2]].spec.blocks == range(2, 4)
         assert swarm.services[swarm.peers[2]].info().target is None
@@ -106,25 +147,25 @@ def test_the_only_server_of_a_block_stays(directory: Path) -> None:
 
 
 def test_without_room_for_two_spans_the_old_one_is_dropped_first(directory: Path) -> None:
-    with InProcessSwarm(directory, spans=[(0, 3), (0, 3), (2, 4)]) as swarm:
+    with MovingSwarm(directory, spans=[(0, 3), (0, 3), (2, 4)]) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         expected = remote(PROMPT).logits
         mover = swarm.peers[0]
-        swarm._movers[mover].service.describe(mobility="drops-first")
+        swarm.services[mover].describe(mobility="drops-first")
         swarm.move(mover, 1, 4)
         assert swarm.services[mover].spec.blocks == range(1, 4)
         assert swarm.services[mover].info().state == "online"
         torch.testing.assert_close(remote(PROMPT).logits, expected)
         # Block 0 is held by the other one alone: a shift that keeps it would leave it without a server meanwhile.
         other = swarm.peers[1]
-        swarm._movers[other].service.describe(mobility="drops-first")
+        swarm.services[other].describe(mobility="drops-first")
         swarm.move(other, 0, 3)
         swarm.move(other, 1, 4)
         assert swarm.services[other].spec.blocks == range(3)
 
 
 def test_a_span_that_cannot_be_loaded_leaves_the_old_one(directory: Path) -> None:
-    with InProcessSwarm(directory, spans=SPANS) as swarm:
+    with MovingSwarm(directory, spans=SPANS) as swarm:
         missing = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
         gone = OSError("Input/output error")
         for mobility, error, said in [
@@ -133,7 +174,7 @@ def test_a_span_that_cannot_be_loaded_leaves_the_old_one(directory: Path) -> Non
             ("loads-first", missing, "no memory is left to load blocks 2:4: .*DefaultCPUAllocator"),
             ("drops-first", gone, "blocks 2:4 cannot be read: .*Input/output error"),
         ]:
-            mover = swarm._movers[swarm.peers[0]]
+            mover = swarm.movers[swarm.peers[0]]
             mover.service.describe(mobility=mobility)
             load = mover.load
 

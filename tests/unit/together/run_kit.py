@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from swarm_plugins.testing import LocalTransport
+from recipes.benchmarks.links.transport import LineTransport
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.outer import first_state, write_update
 from swarm_plugins.together.peer import RunPeer
@@ -39,7 +39,7 @@ class World:
     announced: dict[bytes, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.transport = LocalTransport(self.handlers)  # type: ignore[arg-type]
+        self.transport = LineTransport(self.handlers)  # type: ignore[arg-type]
 
     def directory(self, peer: str) -> Directory:
         return Directory(self, peer)

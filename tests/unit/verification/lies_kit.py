@@ -11,10 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kits.liars import Liar, LyingSwarm
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.blocks import Span
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.testing import InProcessSwarm, Liar
 from swarm_plugins.verification import Verifier
 
 IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -22,14 +22,14 @@ HONEST = SwarmConfig(verify="off")
 CHECKED = SwarmConfig(verify="on")
 
 
-def tuned(swarm: InProcessSwarm) -> PeftModel:
+def tuned(swarm: LyingSwarm) -> PeftModel:
     """Returns the model with a LoRA."""
     model = AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
-def train(swarm: InProcessSwarm, *, steps: int = 3) -> list[float]:
+def train(swarm: LyingSwarm, *, steps: int = 3) -> list[float]:
     """Returns the losses of some steps with a LoRA."""
     model = tuned(swarm)
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0)
@@ -43,9 +43,9 @@ def train(swarm: InProcessSwarm, *, steps: int = 3) -> list[float]:
     return losses
 
 
-def with_liar(directory: Path, liar: Liar, *, config: SwarmConfig = CHECKED) -> InProcessSwarm:
+def with_liar(directory: Path, liar: Liar, *, config: SwarmConfig = CHECKED) -> LyingSwarm:
     """A swarm whose second half has a lying server, which looks faster, and an honest one."""
-    return InProcessSwarm(directory, spans=[(0, 2), (2, 4), (2, 4)], config=config, liars={1: liar})
+    return LyingSwarm(directory, spans=[(0, 2), (2, 4), (2, 4)], config=config, liars={1: liar})
 
 
 class OtherMachine(Liar):
@@ -78,7 +78,7 @@ def verifier_of(model: nn.Module) -> Verifier:
     return verifier
 
 
-def all_checked(swarm: InProcessSwarm) -> PreTrainedModel:
+def all_checked(swarm: LyingSwarm) -> PreTrainedModel:
     """Returns the model of a swarm, every answer of which is checked."""
     model = AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
     verifier_of(model).checker.chance = lambda: 0.0

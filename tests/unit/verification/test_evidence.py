@@ -10,11 +10,10 @@ import pytest
 from lies_kit import train, with_liar
 from typer.testing import CliRunner
 
+from kits.liars import Liar, Lie
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.cli import app
 from swarm_plugins.errors import CheckpointError, ProtocolError
-from swarm_plugins.testing import Liar
-from swarm_plugins.testing.liars import Lie
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.evidence import Evidence, read_evidence

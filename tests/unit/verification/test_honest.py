@@ -12,9 +12,10 @@ import torch
 from lies_kit import IDS, OtherMachine, all_checked, finish_checks, verifier_of
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, get_peft_model
 
+from kits.liars import LyingSwarm
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.testing import save_tiny
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 
@@ -45,7 +46,7 @@ def test_no_honest_server_is_caught(
 ) -> None:
     config = SwarmConfig(verify="on", verify_bytes=verify_bytes, **settings)
     liars = {0: OtherMachine(), 1: OtherMachine()}
-    with InProcessSwarm(mixtral, config=config, dtype=dtype, liars=liars) as swarm:
+    with LyingSwarm(mixtral, config=config, dtype=dtype, liars=liars) as swarm:
         model = get_peft_model(all_checked(swarm), copy.copy(adapter)).train()
         for _ in range(2):
             model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
@@ -70,7 +71,7 @@ def test_errors_of_a_whole_span_accuse_nobody_where_single_blocks_are_opened(
     deep: Path, cache: Path, dtype: torch.dtype
 ) -> None:
     config = SwarmConfig(verify="on", verify_bytes=0)
-    with InProcessSwarm(deep, spans=[(0, 12)], config=config, dtype=dtype, liars={0: OtherMachine()}) as swarm:
+    with LyingSwarm(deep, spans=[(0, 12)], config=config, dtype=dtype, liars={0: OtherMachine()}) as swarm:
         base = all_checked(swarm)
         base.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
         model = get_peft_model(base, copy.copy(LORA)).train()
@@ -84,7 +85,7 @@ def test_gradients_that_are_rounding_errors_accuse_nobody(llama: Path, cache: Pa
     # Attention of a single token to itself does not depend on the query: its true gradient is zero.
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     config = SwarmConfig(verify="on")
-    with InProcessSwarm(llama, spans=[(0, 4)], config=config, liars={0: OtherMachine()}) as swarm:
+    with LyingSwarm(llama, spans=[(0, 4)], config=config, liars={0: OtherMachine()}) as swarm:
         model = get_peft_model(all_checked(swarm), lora)
         model(input_ids=IDS[:, :1]).logits.square().mean().backward()
         finish_checks(model)

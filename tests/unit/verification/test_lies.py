@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from lies_kit import CHECKED, HONEST, train, with_liar
 
+from kits.liars import LIES, Liar, Lie
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.testing import InProcessSwarm, Liar
-from swarm_plugins.testing.liars import LIES, Lie
+from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.verification import Quarantine
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from lies_kit import CHECKED, IDS, verifier_of, with_liar
 
+from kits.liars import Liar
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.testing import Liar
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.norms import NormRanges, norm_ratio
 

@@ -12,14 +12,14 @@ import torch
 from lies_kit import HONEST, IDS, train, tuned
 from peft import PrefixTuningConfig, get_peft_model
 
+from kits.liars import Liar, Lie, LyingSwarm, _ScaledGradient
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
-from swarm_plugins.testing.liars import Lie, _ScaledGradient
+from swarm_plugins.testing import save_tiny
 from swarm_plugins.verification import Quarantine, evidence, openings
 from swarm_plugins.verification.local_blocks import LocalBlocks
 from swarm_plugins.verification.replay import replay
@@ -37,18 +37,18 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("models") / "deep", num_layers=6)
 
 
-def with_liar(directory: Path, liar: Liar) -> InProcessSwarm:
-    return InProcessSwarm(directory, spans=[(0, 2), (2, 6), (2, 6)], config=config_for(directory), liars={1: liar})
+def with_liar(directory: Path, liar: Liar) -> LyingSwarm:
+    return LyingSwarm(directory, spans=[(0, 2), (2, 6), (2, 6)], config=config_for(directory), liars={1: liar})
 
 
 @functools.cache
 def clean_losses(directory: Path) -> list[float]:
-    with InProcessSwarm(directory, spans=[(0, 2), (2, 6)], config=HONEST) as swarm:
+    with LyingSwarm(directory, spans=[(0, 2), (2, 6)], config=HONEST) as swarm:
         return train(swarm)
 
 
 def test_honest_servers_pass(deep: Path, cache: Path) -> None:
-    with InProcessSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
+    with LyingSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
         assert train(swarm) == clean_losses(deep)
         opened = sum(len(service.ledger._held) for service in swarm.services.values())
     assert opened == 0
@@ -56,7 +56,7 @@ def test_honest_servers_pass(deep: Path, cache: Path) -> None:
 
 
 def test_gradients_of_states_between_the_blocks_accuse_nobody(deep: Path, cache: Path) -> None:
-    with InProcessSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
+    with LyingSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
         output = tuned(swarm)(input_ids=IDS, labels=IDS, output_hidden_states=True)
         (output.loss + output.hidden_states[4].pow(2).mean()).backward()
     assert not Quarantine(cache / "quarantine.json").peers()
@@ -89,7 +89,7 @@ def test_a_lie_in_one_block_shows_when_that_block_is_opened(
 
 def test_a_scaled_last_block_is_caught_although_the_final_norm_hides_it(deep: Path, cache: Path) -> None:
     def logits(liar: Liar, config: SwarmConfig) -> torch.Tensor:
-        with InProcessSwarm(deep, spans=[(0, 6), (0, 6)], config=config, liars={0: liar}) as swarm:
+        with LyingSwarm(deep, spans=[(0, 6), (0, 6)], config=config, liars={0: liar}) as swarm:
             model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
             with torch.no_grad():
                 found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
@@ -119,7 +119,7 @@ def test_a_wrong_gradient_of_a_prefix_is_caught(deep: Path, cache: Path, is_open
 
     config = config_for(deep) if is_opened else SwarmConfig(verify="on")
     liars = {1: PrefixLiar("flipped_gradients")}
-    with InProcessSwarm(deep, spans=[(0, 2), (2, 6), (2, 6)], config=config, liars=liars) as swarm:
+    with LyingSwarm(deep, spans=[(0, 2), (2, 6), (2, 6)], config=config, liars=liars) as swarm:
         base = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
         model = get_peft_model(base, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
         model(input_ids=IDS, labels=IDS).loss.backward()
@@ -158,12 +158,12 @@ def test_a_server_that_opens_something_else_is_left(deep: Path, cache: Path, mon
 
 
 def test_sessions_on_large_spans_are_repeated_as_a_forward_and_opened(deep: Path, cache: Path) -> None:
-    def generated(swarm: InProcessSwarm) -> list[list[int]]:
+    def generated(swarm: LyingSwarm) -> list[list[int]]:
         model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
         found: torch.Tensor = model.generate(IDS, max_new_tokens=6, do_sample=False)
         return found.tolist()
 
-    with InProcessSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
+    with LyingSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
         expected = generated(swarm)
     assert not Quarantine(cache / "quarantine.json").peers()
     liar = Liar("scaled", honest_calls=5)  # the prompt and a step, each with a forward for its check

@@ -14,12 +14,13 @@ from lies_kit import IDS, finish_checks, with_liar
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 
+from kits.liars import Liar
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.testing import InProcessSwarm, Liar
+from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.transport.codec import pack, unpack
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import (

@@ -11,11 +11,12 @@ from lies_kit import CHECKED, HONEST, IDS, tuned, with_liar
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
+from kits.liars import Liar
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.cli import app
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.server.rpc import session
-from swarm_plugins.testing import InProcessSwarm, Liar
+from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.verification import Quarantine, Verifier, verifier
 
 

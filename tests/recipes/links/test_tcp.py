@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from swarm_plugins.links import Link
-from swarm_plugins.links.tcp import TcpLine, free_port
+from recipes.benchmarks.links import Link
+from recipes.benchmarks.links.tcp import TcpLine, free_port
 
 SOON_S = 20.0
 NOTHING_S = 0.2

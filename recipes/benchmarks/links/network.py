@@ -7,22 +7,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from swarm_plugins.links.link import Link
-from swarm_plugins.links.tcp import TcpLine, free_port
+from recipes.benchmarks.links.link import Link
+from recipes.benchmarks.links.tcp import TcpLine, free_port
+from swarm_plugins.local_swarm.lines import Ports
 
 MAX_SERVERS = 16
 """A relay can have a thousand ports and connections, and each server has a port for clients and one for every other."""
-
-
-class Ports(msgspec.Struct, frozen=True):
-    """Where servers listen, and where others reach them."""
-
-    own: tuple[int, ...]
-    """A server's own port, which nobody calls directly."""
-    for_clients: tuple[int, ...]
-    """The port that it announces."""
-    for_servers: tuple[tuple[int, ...], ...]
-    """``for_servers[caller][called]``."""
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -39,9 +29,8 @@ class Traffic(msgspec.Struct, frozen=True):
 class Network:
     """Lines from clients to each server, and from each server to each other one.
 
-    A relay cannot tell who calls, so each caller has a port of its own. But peers tell each other all ports that they
-    know, so only one kind is open at a time: those between servers while they join, then those for clients. A server
-    whose connection to another one has broken calls it as a client does.
+    [`Lines`][swarm_plugins.local_swarm.Lines] says which of them are open. A server whose connection to another one has
+    broken calls it as a client does.
 
     Args:
         num_servers: Servers, at most `MAX_SERVERS` in a `Relay`.

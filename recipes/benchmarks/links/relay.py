@@ -1,4 +1,4 @@
-"""A network in a process of its own, so that it does not compete with what is measured for one interpreter."""
+"""Lines of a local swarm in a process of their own, so that they do not compete for one interpreter."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import sys
 
 import msgspec
 
+from recipes.benchmarks.links.link import Link
+from recipes.benchmarks.links.network import MAX_SERVERS, Network, Traffic
 from swarm_plugins.child import Child, answer
-from swarm_plugins.links.link import Link
-from swarm_plugins.links.network import Network, Ports, Traffic
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.local_swarm.lines import Ports
 
 _ANSWER_S = 60.0
 
@@ -29,16 +31,27 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class Relay:
-    """Runs a [`Network`][swarm_plugins.links.network.Network] in another process; its arguments are those of it."""
+    """Puts a `LocalSwarm` at a distance: ``LocalSwarm(..., link=Relay(Link(rtt_ms=100, mbit=100)))``.
 
-    def __init__(self, num_servers: int, link: Link, server_link: Link) -> None:
-        self._setup = _Setup(num_servers, link, server_link)
+    Args:
+        link: Between clients and servers, and between servers.
+        server_link: Between servers, if it differs.
+    """
+
+    def __init__(self, link: Link, server_link: Link | None = None) -> None:
+        self._links = link, server_link or link
         self._child = Child(__name__, "the relay")
 
-    def start(self) -> Ports:
-        """Starts the process and begins to listen; returns where."""
+    def start(self, num_servers: int) -> Ports:
+        """Starts the process and begins to listen; returns where.
+
+        Raises:
+            ConfigError: If there are too many servers.
+        """
+        if num_servers > MAX_SERVERS:
+            raise ConfigError(f"{num_servers} servers are too many for links: at most {MAX_SERVERS}")
         self._child.start()
-        self._child.send(self._setup)
+        self._child.send(_Setup(num_servers, *self._links))
         return self._child.receive(Ports, timeout_s=_ANSWER_S)
 
     def close(self) -> None:

@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipes.benchmarks import compute
+from recipes.benchmarks.compute import SimulatedCompute
+from recipes.benchmarks.links.swarm import DistantSwarm
 from swarm_plugins.block_io import CacheOp, SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.connection import RemoteBlocks
-from swarm_plugins.testing import InProcessSwarm, SimulatedCompute, compute, save_tiny
+from swarm_plugins.testing import save_tiny
 
 COMPUTE = SimulatedCompute(token_s=0.001, call_s=0.5, backward=3.0)
 
 
-def results(swarm: InProcessSwarm, version: Checkpoint) -> list[Tensor]:
+def results(swarm: DistantSwarm, version: Checkpoint) -> list[Tensor]:
     """Returns outputs and gradient of a batch, and the output of a session's step."""
     blocks = RemoteBlocks(swarm.connection, version=version.version, num_blocks=4)
     hidden = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -36,7 +39,7 @@ def test_blocks_wait_in_proportion_to_their_work_and_compute_the_same(
 ) -> None:
     directory = save_tiny("llama", tmp_path / "tiny")
     version = Checkpoint.open(directory)
-    with InProcessSwarm(directory) as swarm:
+    with DistantSwarm(directory) as swarm:
         expected = results(swarm, version)
     waits: list[tuple[str, float]] = []
 
@@ -44,7 +47,7 @@ def test_blocks_wait_in_proportion_to_their_work_and_compute_the_same(
         waits.append((threading.current_thread().name, seconds))
 
     monkeypatch.setattr(compute, "time", SimpleNamespace(sleep=sleep))
-    with InProcessSwarm(directory, compute=[COMPUTE, COMPUTE]) as swarm:
+    with DistantSwarm(directory, compute=[COMPUTE, COMPUTE]) as swarm:
         found = results(swarm, version)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

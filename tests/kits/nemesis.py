@@ -1,7 +1,7 @@
 """A nemesis: faults that strike a swarm's servers one after another, on a schedule that its seed determines.
 
 ```python
-with InProcessSwarm(directory, spans=[(0, 2), (0, 2), (2, 4), (2, 4)]) as swarm, Nemesis(swarm, seed=7) as nemesis:
+with LyingSwarm(directory, spans=[(0, 2), (0, 2), (2, 4), (2, 4)]) as swarm, Nemesis(swarm, seed=7) as nemesis:
     print(nemesis)  # the seed and the schedule: the same seed strikes in the same order
     while nemesis.is_running:
         ...  # work whose results a fault must not change
@@ -22,13 +22,12 @@ from typing import Literal, Protocol, get_args
 
 import psutil
 
+from kits.faulty_swarm import FaultySwarm
+from kits.liars import Liar, LyingSwarm
+from recipes.benchmarks.links import Link
+from recipes.benchmarks.links.line import Line
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.links import Link
-from swarm_plugins.links.line import Line
 from swarm_plugins.local_swarm import LocalSwarm
-from swarm_plugins.testing.faulty_swarm import FaultySwarm
-from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.testing.liars import Liar
 
 FaultKind = Literal[
     "kill",  # the server vanishes; at the end of the fault it starts again with the same identity and no memory
@@ -130,7 +129,7 @@ class Nemesis:
 
     def __init__(
         self,
-        swarm: InProcessSwarm | LocalSwarm | Victim,
+        swarm: LyingSwarm | LocalSwarm | Victim,
         *,
         seed: int | None = None,
         duration_s: float = 30.0,
@@ -228,7 +227,7 @@ def _strike_line(line: Line, kind: FaultKind) -> Callable[[], object]:
 class _InProcess:
     """Strikes servers of this process through the transport that reaches them."""
 
-    def __init__(self, swarm: InProcessSwarm, other_model: str | Path | None) -> None:
+    def __init__(self, swarm: LyingSwarm, other_model: str | Path | None) -> None:
         self._swarm = swarm
         self._other_model = other_model
         self.num_servers = len(swarm.peers)
@@ -311,7 +310,7 @@ class _Processes:
         return heal
 
 
-def _victim(swarm: InProcessSwarm | LocalSwarm | Victim, other_model: str | Path | None) -> Victim:
-    if isinstance(swarm, InProcessSwarm):
+def _victim(swarm: LyingSwarm | LocalSwarm | Victim, other_model: str | Path | None) -> Victim:
+    if isinstance(swarm, LyingSwarm):
         return _InProcess(swarm, other_model)
     return _Processes(swarm, other_model) if isinstance(swarm, LocalSwarm) else swarm

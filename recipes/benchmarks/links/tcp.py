@@ -9,9 +9,9 @@ import socket
 from collections.abc import Callable
 
 from swarm_plugins.errors import TransportError
-from swarm_plugins.links.line import Line
-from swarm_plugins.links.link import Link
-from swarm_plugins.links.pacing import Pacer
+from recipes.benchmarks.links.line import Line
+from recipes.benchmarks.links.link import Link
+from recipes.benchmarks.links.pacing import Pacer
 
 HOST = "127.0.0.1"
 _CHUNK_BYTES = 1 << 16

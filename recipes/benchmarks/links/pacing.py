@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from swarm_plugins.links.link import Way
+from recipes.benchmarks.links.link import Way
 
 _PACKET_BYTES = 1500
 _LEAST_RESEND_S = 0.01

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from recipes.benchmarks.links.swarm import DistantSwarm
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.quantize import quantize_block
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.startup.capacity import Speed
 
 Lie = Literal[
     "scaled",  # the output of a block, by 1.01
@@ -138,3 +141,48 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.factor, None
+
+
+class LyingSwarm(DistantSwarm):
+    """A `DistantSwarm` some of whose servers lie.
+
+    Args:
+        directory: The model.
+        liars: Servers that lie, by index.
+        **settings: Those of `DistantSwarm`.
+    """
+
+    def __init__(self, directory: str | Path, *, liars: Mapping[int, Liar] | None = None, **settings: Any) -> None:
+        super().__init__(directory, **settings)
+        self._liars = dict(liars or {})
+        # Liars are preferred, however late their answers are on a busy machine: a lie never asked for shows nothing.
+        self._honest_speed = 0.01 if liars else 1.0
+
+    def prepare(self, peer: str, span: Span) -> Span:
+        liar = self._liars.get(self.peers.index(peer))
+        return super().prepare(peer, span if liar is None else liar.corrupt(span))
+
+    def speed(self, peer: str) -> Speed:
+        speed = self._honest_speed if self.peers.index(peer) not in self._liars else 2.0
+        return Speed(throughput=speed, decode_s=1 / speed) if self.compute is None else super().speed(peer)
+
+    def restart(self, peer: str, *, directory: str | Path | None = None) -> None:
+        """Starts a killed server again, which is honest from now on."""
+        self._liars.pop(self.peers.index(peer), None)
+        super().restart(peer, directory=directory)
+
+    def replace(self, peer: str, liar: Liar | None = None) -> str:
+        """Kills a server and starts one with the same blocks and a new identity; returns its id."""
+        self.kill(peer)
+        index, old = self.peers.index(peer), self.services.pop(peer)
+        del self._handlers[peer]
+        old.scheduler.close()
+        self._liars.pop(index, None)
+        if liar is not None:
+            self._liars[index] = liar
+        info = old.info()
+        return self.add(index, range(info.start, info.end))
+
+    def __enter__(self) -> LyingSwarm:
+        super().__enter__()
+        return self

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from swarm_plugins.links.link import Link
-from swarm_plugins.links.pacing import Pacer
+from recipes.benchmarks.links.link import Link
+from recipes.benchmarks.links.pacing import Pacer
 
 _POLL_S = 0.02
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from kits.liars import LyingSwarm
+from kits.nemesis import KINDS, Fault, FaultKind, Nemesis, schedule
+from recipes.benchmarks.links import Link
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.book.record import Forgiven
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.connection import RemoteBlocks
 from swarm_plugins.errors import ConfigError, TransportError
-from swarm_plugins.links import Link
-from swarm_plugins.testing import InProcessSwarm, Nemesis, save_tiny, tiny_model
-from swarm_plugins.testing.nemesis import KINDS, Fault, FaultKind, schedule
+from swarm_plugins.testing import save_tiny, tiny_model
 
 
 def test_a_seed_is_a_schedule_of_single_faults() -> None:
@@ -35,7 +36,7 @@ def test_a_seed_is_a_schedule_of_single_faults() -> None:
 def test_wrong_kinds_are_named(directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"invalid kinds of faults \['flood'\]: expected some of kill, freeze"):
         schedule(1, num_servers=1, duration_s=1, kinds=["kill", "flood"])  # type: ignore[list-item]
-    with InProcessSwarm(directory) as swarm, pytest.raises(ConfigError, match="'lie' cannot strike this swarm"):
+    with LyingSwarm(directory) as swarm, pytest.raises(ConfigError, match="'lie' cannot strike this swarm"):
         Nemesis(swarm, kinds=["lie"])
 
 
@@ -62,7 +63,7 @@ def test_a_struck_server_fails_and_comes_back(directory: Path, tmp_path: Path, k
     # One failure is an error: what the fault does to a call shows.
     config = SwarmConfig(request_timeout_s=0.3, info_timeout_s=0.3, max_retries=0)
     inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))
-    with InProcessSwarm(directory, spans=[(0, 4)], config=config) as swarm:
+    with LyingSwarm(directory, spans=[(0, 4)], config=config) as swarm:
         blocks = swarm.connection.blocks(version=Checkpoint.open(directory).version, num_blocks=4)
         want = until_it_answers(blocks, inputs)
         nemesis = Nemesis(swarm, seed=1, kinds=[kind], other_model=tmp_path)
@@ -74,7 +75,7 @@ def test_a_struck_server_fails_and_comes_back(directory: Path, tmp_path: Path, k
 
 
 def test_a_nemesis_prints_its_seed_and_ends_when_it_is_closed(directory: Path) -> None:
-    with InProcessSwarm(directory) as swarm:
+    with LyingSwarm(directory) as swarm:
         with Nemesis(swarm, kinds=["slow_link"], duration_s=60, length_s=(30, 31), pause_s=(0, 0.01)) as nemesis:
             assert f"seed {nemesis.seed}, 1 faults" in str(nemesis)
             while not nemesis.num_struck:

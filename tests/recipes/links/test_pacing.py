@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from recipes.benchmarks.links import NETWORKS, Link, Way
+from recipes.benchmarks.links.pacing import Pacer
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.links import NETWORKS, Link, Way
-from swarm_plugins.links.pacing import Pacer
 
 
 def test_a_link_divides_its_round_trip_and_may_differ_in_each_direction() -> None:

@@ -9,11 +9,11 @@ import sys
 
 _SCRIPT = """
 import sys, time
-from swarm_plugins.links import Link
-from swarm_plugins.links.relay import Relay
+from recipes.benchmarks.links import Link
+from recipes.benchmarks.links.relay import Relay
 
-relay = Relay(1, Link(), Link())
-relay.start()
+relay = Relay(Link())
+relay.start(1)
 try:
     print("ready", flush=True)
     time.sleep(60)
