@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError
-
-if TYPE_CHECKING:
-    from swarm_plugins.verification.evidence import Evidence
 
 
 def audit(
@@ -29,60 +27,50 @@ def audit(
             from swarm_plugins.model_names import check_model_name
 
             check_model_name(model)
-        if peer is None:
-            if model is not None or forgive:
-                raise ConfigError("no peer is named: give its id, as `swarm audit` alone lists it")
-            _list()
-            return
-        file = Path(peer) if Path(peer).is_file() else _evidence_against(peer, forgive=forgive)
+        if peer is None and (model is not None or forgive):
+            raise ConfigError("no peer is named: give its id, as `swarm audit` alone lists it")
+        file = Path(peer) if peer and Path(peer).is_file() else _look_up(peer, forgive=forgive)
         if file is None:
             return
         from swarm_plugins.verification.evidence import read_evidence
 
         evidence = read_evidence(file)
-        typer.echo(f"evidence: {file}\n{_described(evidence)}")
+        what = "session step" if evidence.session else "backward" if evidence.backward else "forward"
+        about = f"answered a {what} of {evidence.model} at {_date(evidence.at)}: {evidence.reason}"
+        typer.echo(f"evidence: {file}\npeer {evidence.peer} {about}")
         if model is None:
             typer.echo(f"replay it with: swarm audit {peer} --model MODEL")
         elif not _replay(evidence, model):
             raise typer.Exit(1)
 
 
-def _list() -> None:
-    from swarm_plugins.verification import user_quarantine
-
-    listed = user_quarantine().peers()
-    for name, caught in listed.items():
-        typer.echo(f"{name} quarantined until {_date(caught.until)}: {caught.reason} ({caught.model})")
-    if not listed:
-        typer.echo("No server is in quarantine.")
-
-
-def _evidence_against(peer: str, *, forgive: bool) -> Path | None:
-    """Prints why a peer is in quarantine; returns the file with what it was caught with. None: it is forgiven."""
+def _look_up(peer: str | None, *, forgive: bool) -> Path | None:
+    """Prints the list, or what it says about a peer; returns the file to replay, if there is one to show."""
     from swarm_plugins.verification import user_quarantine
 
     quarantine = user_quarantine()
-    caught = quarantine.peers().get(peer)
-    if caught is None:
+    listed = quarantine.peers()
+    if peer is None:
+        for name, caught in listed.items():
+            typer.echo(f"{name} quarantined until {_date(caught.until)}: {caught.reason} ({caught.model})")
+        if not listed:
+            typer.echo("No server is in quarantine.")
+        return None
+    if peer not in listed:
         raise ConfigError(f"{peer} is not in quarantine, nor is it a file; `swarm audit` lists the quarantined servers")
     if forgive:
         quarantine.forgive(peer)
         typer.echo(f"{peer} may be used again")
         return None
-    typer.echo(f"{peer} quarantined until {_date(caught.until)}: {caught.reason}")
-    if not caught.evidence:
+    typer.echo(f"{peer} quarantined until {_date(listed[peer].until)}: {listed[peer].reason}")
+    if not listed[peer].evidence:
         raise ConfigError(
             f"no evidence against {peer} was saved: its answer cannot be replayed; --forgive ends the quarantine"
         )
-    return Path(caught.evidence)
+    return Path(listed[peer].evidence)
 
 
-def _described(evidence: Evidence) -> str:
-    what = "session step" if evidence.session else "backward" if evidence.backward else "forward"
-    return f"peer {evidence.peer} answered a {what} of {evidence.model} at {_date(evidence.at)}: {evidence.reason}"
-
-
-def _replay(evidence: Evidence, model: str) -> bool:
+def _replay(evidence: Any, model: str) -> bool:
     """Prints what a replay shows; returns whether the answer was wrong."""
     import asyncio
 
@@ -103,6 +91,4 @@ def _replay(evidence: Evidence, model: str) -> bool:
 
 
 def _date(at: float) -> str:
-    from datetime import UTC, datetime
-
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"

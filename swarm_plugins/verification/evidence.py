@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -55,14 +55,11 @@ class OpenedFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class SessionFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A session from its beginning, and the server's answers to its last steps."""
+    """A session from its beginning, and the server's answers to its last steps, among which a wrong one is."""
 
     opened: bytes
-    """Frame of the request that opened it."""
     steps: tuple[bytes, ...]
-    """Frames of the steps' requests."""
     answers: tuple[bytes, ...]
-    """Frames of the answers to the last of these steps, among which a wrong one is."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +75,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request: bytes = b""
     """Frame of the forward request; empty for a session."""
     answer: bytes = b""
-    """Frame of the answer to it; empty for a session."""
     adapters: tuple[bytes, ...]
     """Frames of the uploads of its adapters, or of all that the session has used."""
     session: SessionFrames | None = None
@@ -108,37 +104,35 @@ def evidence_of(
     call: ForwardClaim | BackwardClaim, asked: Asked, opening: Opening | None = None, *, model: str, reason: str
 ) -> Evidence:
     """Returns the evidence of a wrong answer."""
-    forward = call.request if isinstance(call, ForwardClaim) else call.forward
-    outputs = call.response if isinstance(call, ForwardClaim) else call.outputs
-    return Evidence(
-        peer=call.peer,
-        model=model,
-        reason=reason,
-        at=time.time(),
-        request=_frame(forward),
-        answer=_frame(outputs),
-        adapters=_uploads(asked.adapters),
-        backward=(_frame(call.request), _frame(call.response)) if isinstance(call, BackwardClaim) else None,
-        opening=None if opening is None else _opened_frames(opening),
-    )
+    about: dict[str, Any] = {"peer": call.peer, "model": model, "reason": reason}
+    if isinstance(call, ForwardClaim):
+        about |= {"request": _frame(call.request), "answer": _frame(call.response)}
+    else:
+        about |= {"request": _frame(call.forward), "answer": _frame(call.outputs)}
+        about["backward"] = _frame(call.request), _frame(call.response)
+    return _evidence(asked.adapters, opening, **about)
 
 
 def evidence_of_session(peer: str, found: Witnessed, *, model: str, reason: str) -> Evidence:
     """Returns the evidence of a wrong step of a session."""
-    frames = SessionFrames(
-        opened=_frame(found.opened),
-        steps=tuple(_frame(step) for step in found.steps),
-        answers=tuple(_frame(answer) for answer in found.answers),
+    frames = SessionFrames(opened=_frame(found.opened), steps=_frames(found.steps), answers=_frames(found.answers))
+    return _evidence(found.adapters, found.opening, session=frames, peer=peer, model=model, reason=reason)
+
+
+def _evidence(adapters: Sequence[LoadedAdapter], opening: Opening | None, **about: Any) -> Evidence:
+    uploads = [AdapterUpload(digest=one.digest, spec=one.spec, tensors=one.tensors) for one in adapters]
+    opened = (
+        None
+        if opening is None
+        else OpenedFrames(
+            request=_frame(opening.request),
+            commitment=_frame(opening.commitment),
+            blocks=opening.blocks,
+            indices=tuple(opening.states),
+            states=_frame(OpenedStates(states=tuple(opening.states.values()))),
+        )
     )
-    return Evidence(
-        peer=peer,
-        model=model,
-        reason=reason,
-        at=time.time(),
-        adapters=_uploads(found.adapters),
-        session=frames,
-        opening=None if found.opening is None else _opened_frames(found.opening),
-    )
+    return Evidence(at=time.time(), adapters=_frames(uploads), opening=opened, **about)
 
 
 def save_evidence(folder: Path, evidence: Evidence) -> Path:
@@ -152,17 +146,13 @@ def save_evidence(folder: Path, evidence: Evidence) -> Path:
         raise OSError(errno.EFBIG, f"it has {len(content)} bytes, at most {_MAX_FILE_BYTES} are kept")
     path = folder / f"{evidence.peer}-{time.time_ns()}.evidence"
     write_whole(path, content)
-    _delete_oldest(folder)
-    return path
-
-
-def _delete_oldest(folder: Path) -> None:
     num_bytes = 0
     newest_first = sorted(folder.glob("*.evidence"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for index, file in enumerate(newest_first):
         num_bytes += file.stat().st_size
         if index >= _MAX_FILES or (index and num_bytes > _MAX_BYTES):
             file.unlink(missing_ok=True)
+    return path
 
 
 def read_evidence(path: Path) -> Evidence:
@@ -181,18 +171,8 @@ def read_evidence(path: Path) -> Evidence:
         ) from exc
 
 
-def _opened_frames(opening: Opening) -> OpenedFrames:
-    return OpenedFrames(
-        request=_frame(opening.request),
-        commitment=_frame(opening.commitment),
-        blocks=opening.blocks,
-        indices=tuple(opening.states),
-        states=_frame(OpenedStates(states=tuple(opening.states.values()))),
-    )
-
-
-def _uploads(adapters: Sequence[LoadedAdapter]) -> tuple[bytes, ...]:
-    return tuple(_frame(AdapterUpload(digest=one.digest, spec=one.spec, tensors=one.tensors)) for one in adapters)
+def _frames(messages: Sequence[Message]) -> tuple[bytes, ...]:
+    return tuple(map(_frame, messages))
 
 
 def _frame(message: Message) -> bytes:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
 import time
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.errors import one_line
-from swarm_plugins.kept_files import put_aside, write_whole
+from swarm_plugins.kept_files import write_whole
 
 log = logging.getLogger(__name__)
 
 QUARANTINE_S = 24 * 3600.0
 _MAX_PEERS = 1024
 """Peers remembered; the one caught first is forgotten first."""
-_MAX_FILE_BYTES = 4 << 20
+_MAX_FILE_BYTES = 1 << 20
 _LOOK_S = 1.0
-_LOCK_S = 2.0
-"""Longest wait for another process that writes the file."""
 
 
 class Caught(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,46 +37,42 @@ class Caught(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """File with what was asked and answered; empty: none."""
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    format: int = 1
-    peers: dict[str, Caught] = {}
-
-
 def user_quarantine() -> Quarantine:
     """Returns the list that all clients of this user share."""
-    return Quarantine(default_cache() / "quarantine.json")
-
-
-class _DamagedError(ValueError):
-    """The file is no list of peers."""
+    return Quarantine(default_cache() / "quarantine")
 
 
 class Quarantine:
-    """The list on disk. A file that is damaged is renamed, and a new list begun.
+    """The list on disk: a file for each server, so no process changes what another one writes.
+
+    A damaged file excludes its server for a day from when a process first reads it.
 
     Args:
-        path: The file; its folder is made when the first server is caught.
+        path: The folder; it is made when the first server is caught.
         clock: Unix time; tests pass their own.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self._clock = clock
-        self._saved: dict[str, Caught] = {}
+        self._saved: dict[str, tuple[object, Caught]] = {}
+        """By peer; each with what tells whether its file has changed."""
         self._unsaved: dict[str, Caught] = {}
         """Caught here while the file could not be written."""
-        self._read_at: tuple[int, int] | None = None
         self._looked_at = float("-inf")
 
     def __contains__(self, peer: str) -> bool:
         """Returns whether a peer is excluded now."""
-        caught = self._all().get(peer)
-        return caught is not None and self._clock() < caught.until
+        return peer in self.peers()
 
     def peers(self) -> dict[str, Caught]:
-        """Returns the peers that are excluded now; looks every second for what other processes have added."""
+        """Returns the peers that are excluded now; looks every second for what other processes have changed."""
         now = self._clock()
-        return {peer: caught for peer, caught in self._all().items() if now < caught.until}
+        if abs(now - self._looked_at) >= _LOOK_S:  # the clock may have been set back
+            self._looked_at = now
+            self._look(now)
+        known = {peer: caught for peer, (_, caught) in self._saved.items()} | self._unsaved
+        return {peer: caught for peer, caught in known.items() if now < caught.until}
 
     def reasons(self) -> dict[str, str]:
         """Returns why each of these peers is excluded."""
@@ -91,14 +82,17 @@ class Quarantine:
         """Excludes a peer for a day."""
         now = self._clock()
         caught = Caught(until=now + QUARANTINE_S, caught_at=now, model=model, reason=reason, evidence=evidence)
+        self._unsaved[peer] = caught
         try:
-            with self._locked():
-                kept = {**self._read_or_begin(), peer: caught}
-                newest = sorted(kept, key=lambda name: kept[name].caught_at)[-_MAX_PEERS:]
-                self._saved = {name: kept[name] for name in newest}
-                self._write(_File(peers=self._saved))
+            write_whole(self._file(peer), msgspec.json.format(msgspec.json.encode(caught), indent=2))
+            self._look(now)
+            if peer in self._saved:
+                del self._unsaved[peer]
+            listed = self.peers()
+            newest = sorted(listed, key=lambda name: listed[name].caught_at)[-_MAX_PEERS:]
+            for name in self._saved.keys() - set(newest):
+                self._file(name).unlink(missing_ok=True)
         except OSError as exc:
-            self._unsaved[peer] = caught
             log.warning("cannot save the quarantine of %s to %s: %s", peer, self.path, one_line(exc))
         return caught
 
@@ -106,107 +100,43 @@ class Quarantine:
         """Removes a peer from the list; returns whether it was there.
 
         Raises:
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be deleted.
         """
-        with self._locked():
-            kept = self._read_or_begin()
-            found = kept.pop(peer, None)
-            if found is not None:
-                self._write(_File(peers=kept))
-        self._saved = kept
-        unsaved = self._unsaved.pop(peer, None)
-        return found is not None or unsaved is not None
+        found = peer in self.peers()
+        self._file(peer).unlink(missing_ok=True)
+        self._saved.pop(peer, None)
+        self._unsaved.pop(peer, None)
+        return found
 
-    def _all(self) -> Mapping[str, Caught]:
-        now = self._clock()
-        if abs(now - self._looked_at) >= _LOOK_S:  # the clock may have been set back
-            self._looked_at = now
-            self._refresh()
-        return ChainMap(self._unsaved, self._saved)
+    def _file(self, peer: str) -> Path:
+        return self.path / f"{quote(peer, safe='')}.json"
 
-    def _refresh(self) -> None:
+    def _look(self, now: float) -> None:
+        """Reads the files that have changed; what cannot be read now stays as it is known."""
         try:
-            stat = self.path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size)
-        except OSError:
-            stamp = (0, 0)
-        if stamp == self._read_at:
-            return
-        self._read_at = stamp
-        try:
-            self._saved = self._read()
-        except _DamagedError:
-            with contextlib.suppress(OSError), self._locked():
-                # Read again: another process may have begun a new list meanwhile.
-                self._saved = self._read_or_begin()
+            files = {unquote(file.stem): file for file in self.path.glob("*.json")}
+            found = {peer: self._read(peer, file, now) for peer, file in files.items()}
         except OSError as exc:
-            log.warning("cannot read the list of quarantined servers %s: %s", self.path, one_line(exc))
+            log.warning("cannot read the quarantined servers in %s: %s", self.path, one_line(exc))
+            return
+        self._saved = {peer: entry for peer, entry in found.items() if entry is not None}
 
-    def _read(self) -> dict[str, Caught]:
-        """Returns the peers that are listed and excluded now.
-
-        Raises:
-            OSError: If the file cannot be read.
-        """
-        now = self._clock()
+    def _read(self, peer: str, file: Path, now: float) -> tuple[object, Caught] | None:
+        """Returns the entry of a peer; None if it has just been deleted."""
+        known = self._saved.get(peer)
         try:
-            if self.path.stat().st_size > _MAX_FILE_BYTES:
-                raise _DamagedError(f"it has more than {_MAX_FILE_BYTES} bytes")
-            found = msgspec.json.decode(self.path.read_bytes(), type=_File).peers
+            stat = file.stat()
+            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if known is not None and known[0] == stamp:
+                return known
+            if stat.st_size > _MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+            caught = msgspec.json.decode(file.read_bytes(), type=Caught)
         except FileNotFoundError:
-            return {}
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-            raise _DamagedError(one_line(exc)) from exc
+            return None
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            log.warning("%s cannot be read (%s): the server is excluded for a day", file, one_line(exc))
+            caught = Caught(until=now + QUARANTINE_S, caught_at=now, model="", reason=f"{file.name} is damaged")
         # If the clock has been set back since, the day begins now: by the old clock it might last for years.
-        dated = {
-            peer: msgspec.structs.replace(caught, caught_at=now, until=now + QUARANTINE_S)
-            if caught.until > now + QUARANTINE_S
-            else caught
-            for peer, caught in found.items()
-        }
-        return {peer: caught for peer, caught in dated.items() if now < caught.until}
-
-    def _read_or_begin(self) -> dict[str, Caught]:
-        """Reads the file; puts it aside if it is damaged. The caller has locked it."""
-        try:
-            return self._read()
-        except _DamagedError as exc:
-            aside, now = put_aside(self.path), self._clock()
-            known = {peer: caught for peer, caught in self._saved.items() if now < caught.until}
-            log.warning(
-                "the list of quarantined servers %s cannot be read (%s): kept as %s, and started anew with the %d that "
-                "this process knows",
-                self.path,
-                exc,
-                aside.name,
-                len(known),
-            )
-            if known:
-                self._write(_File(peers=known))
-            return known
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keeps other processes from changing the file meanwhile.
-
-        Raises:
-            OSError: If the lock cannot be had in time.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path.with_name(f"{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            deadline = time.monotonic() + _LOCK_S
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"another process has kept it locked for {_LOCK_S:g} s") from None
-                    time.sleep(0.01)
-            yield
-        finally:
-            os.close(lock)
-
-    def _write(self, content: _File) -> None:
-        write_whole(self.path, msgspec.json.format(msgspec.json.encode(content), indent=2))
+        at = min(caught.caught_at, now)
+        return stamp, msgspec.structs.replace(caught, caught_at=at, until=min(caught.until, at + QUARANTINE_S))

@@ -1,28 +1,43 @@
-"""Replays evidence: a third party's way to the same verdict."""
+"""Replays evidence, a third party's way to the same verdict: checks what the server has signed, and computes it again.
+
+The receipt of a step of a session names a hash of the session's opening and of all requests before the step, so the
+evidence holds all of them. It shows nothing about a session whose cache was changed in between (cropped, reordered,
+forked): then the answers depend on more than the tokens that were sent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from swarm_plugins.adapter_spec import adapter_digest
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.messages import (
+    AdapterUpload,
     BackwardRequest,
     BackwardResponse,
+    Commitment,
+    CommitRequest,
     ForwardRequest,
     ForwardResponse,
+    Message,
+    OpenedStates,
     Receipt,
+    SessionOpen,
+    SessionStep,
+    SessionStepResponse,
 )
-from swarm_plugins.transport.receipts import check_receipt
+from swarm_plugins.transport.receipts import check_receipt, check_step_receipt, history_after, request_hash
+from swarm_plugins.transport.wire import decode
 from swarm_plugins.verification.evidence import Evidence
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.openings import Opening
-from swarm_plugins.verification.reading import (
-    PastSession,
-    check_version,
-    is_repeated,
-    read_adapters,
-    read_frame,
-    read_opening,
-    read_session,
-)
+from swarm_plugins.verification.openings import Opening, check_opening, state_indices
 from swarm_plugins.verification.recompute import (
     Asked,
     recompute_backward,
@@ -30,9 +45,11 @@ from swarm_plugins.verification.recompute import (
     recompute_opened,
     travelled,
 )
-from swarm_plugins.verification.repeated import check_repeatable
+from swarm_plugins.verification.repeated import check_repeatable, repeated_forward, session_history
 from swarm_plugins.verification.scores import Verdict
 from swarm_plugins.verification.shadow import Shadow
+
+M = TypeVar("M", bound=Message)
 
 
 async def replay(evidence: Evidence, blocks: LocalBlocks) -> list[Verdict]:
@@ -43,52 +60,169 @@ async def replay(evidence: Evidence, blocks: LocalBlocks) -> list[Verdict]:
         SwarmError: If the blocks cannot be read or run here.
     """
     if evidence.session is not None:
-        return await _replay_session(read_session(evidence), blocks)
-    request, answer = read_frame(evidence.request, ForwardRequest), read_frame(evidence.answer, ForwardResponse)
+        return await read_session(evidence).replay(blocks)
+    request, answer = _read(evidence.request, ForwardRequest), _read(evidence.answer, ForwardResponse)
+    backward: BackwardRequest | None = None
+    answered: ForwardResponse | BackwardResponse = answer
     if evidence.backward is None:
-        backward, receipt = None, check_receipt(evidence.peer, request, answer)
+        receipt = check_receipt(evidence.peer, request, answer)
     else:
-        backward = read_frame(evidence.backward[0], BackwardRequest), read_frame(evidence.backward[1], BackwardResponse)
-        receipt = _check_backward(evidence.peer, request, answer, *backward)
-    check_version(evidence, receipt, request.version)
-    adapters = read_adapters(evidence)
+        backward = _read(evidence.backward[0], BackwardRequest)
+        answered = _read(evidence.backward[1], BackwardResponse)
+        receipt = _check_backward(evidence.peer, request, answer, backward, answered)
+    _check_version(evidence, receipt, request.version)
+    adapters = _adapters(evidence)
     if tuple(one.digest for one in adapters) != request.adapters:
         raise ProtocolError("the evidence holds other adapters than its request names")
     asked = Asked(request, adapters, Kind(receipt.dtype, receipt.quantization))
-    codec = request.reply_codec
     # The signature is for the packed answer, from which other values than these could be packed too.
-    answer = travelled(answer, codec)
-    grad = None if backward is None else backward[0].grad_hidden
-    if evidence.opening is not None:
-        opening = read_opening(evidence.peer, evidence.opening, request, grad)
-        found = answer if backward is None else travelled(backward[1], codec)
-        return await recompute_opened(asked, found, opening, blocks)
-    if backward is not None:
-        return await recompute_backward(asked, backward[0], travelled(backward[1], codec), blocks)
-    return await recompute_forward(asked, answer, blocks)
+    answered = travelled(answered, request.reply_codec)
+    opening = _opening(evidence, request, None if backward is None else backward.grad_hidden)
+    if opening is not None:
+        return await recompute_opened(asked, answered, opening, blocks)
+    if isinstance(answered, ForwardResponse):
+        return await recompute_forward(asked, answered, blocks)
+    return await recompute_backward(asked, cast(BackwardRequest, backward), answered, blocks)
 
 
-async def _replay_session(past: PastSession, blocks: LocalBlocks) -> list[Verdict]:
-    """Computes a session again, and compares the server's answers to its last steps.
+@dataclass(frozen=True, kw_only=True)
+class PastSession:
+    """A session whose server has signed its last answers."""
+
+    opened: SessionOpen
+    kind: Kind
+    steps: Sequence[tuple[SessionStep, AdapterUse]]
+    answers: Sequence[SessionStepResponse]
+    """To the last steps."""
+    opening: Opening | None
+    """What the server has opened of the forward that repeats the session, if two blocks are to be computed instead."""
+
+    async def replay(self, blocks: LocalBlocks) -> list[Verdict]:
+        """Computes the session again, and compares the server's answers to its last steps.
+
+        Raises:
+            SwarmError: If the blocks cannot be read or run here.
+        """
+        if self.opening is not None:
+            if len(self.steps) > 1:
+                await check_repeatable(self.opened.start, self.kind, blocks)
+            asked = Asked(_repeated(self.opened, self.steps), self.steps[-1][1].adapters, self.kind)
+            return await recompute_opened(asked, ForwardResponse(hidden=self.answers[-1].hidden), self.opening, blocks)
+        shadow = Shadow(self.opened.prefix, range(self.opened.start, self.opened.end), self.kind)
+        first = len(self.steps) - len(self.answers)
+        await shadow.skip(self.steps[:first], blocks)
+        for (step, use), answer in zip(self.steps[first:], self.answers, strict=True):
+            shadow.add(step, use, answer.hidden)
+        return await shadow.compare(blocks)
+
+
+def read_session(evidence: Evidence) -> PastSession:
+    """Checks what a server has signed of a session.
 
     Raises:
-        SwarmError: If the blocks cannot be read or run here.
+        ProtocolError: If a signature, a hash or a frame does not fit, or the cache was changed between the steps: then
+            the evidence shows nothing.
+        UncheckableError: If no forward repeats the session, although one was opened.
     """
-    if past.opening is not None:
-        return await _replay_opened(past, past.opening, blocks)
-    shadow = Shadow(past.opened.prefix, range(past.opened.start, past.opened.end), past.kind)
-    first = len(past.steps) - len(past.answers)
-    await shadow.skip(past.steps[:first], blocks)
-    for (step, use), answer in zip(past.steps[first:], past.answers, strict=True):
-        shadow.add(step, use, answer.hidden)
-    return await shadow.compare(blocks)
+    frames = evidence.session
+    if frames is None:
+        raise ProtocolError("the evidence is not about a session")
+    opened = _read(frames.opened, SessionOpen)
+    steps = [_read(frame, SessionStep) for frame in frames.steps]
+    answers = [_read(frame, SessionStepResponse) for frame in frames.answers]
+    if not 0 < len(answers) <= len(steps):
+        raise ProtocolError(
+            f"the evidence has {len(answers)} answers to {len(steps)} steps, expected 1 to {len(steps)}"
+        )
+    first = len(steps) - len(answers)
+    pairs = list(zip(steps[first:], answers, strict=True))
+    receipt = _check_step_receipts(evidence.peer, pairs, history_after(opened, steps[:first]))
+    _check_version(evidence, receipt, opened.version)
+    _check_shapes(opened, steps, pairs)
+    _check_unchanged(opened, steps)
+    known = {one.digest: one for one in _adapters(evidence)}
+    if any(digest not in known for step in steps for digest in step.adapters):
+        raise ProtocolError("the evidence lacks adapters that its steps name")
+    uses = [AdapterUse(adapters=tuple(known[one] for one in step.adapters), rows=step.adapter_rows) for step in steps]
+    used = list(zip(steps, uses, strict=True))
+    return PastSession(
+        opened=opened,
+        kind=Kind(receipt.dtype, receipt.quantization),
+        steps=used,
+        # The signature is for the packed answer, from which other values than these could be packed too.
+        answers=[travelled(answer, step.reply_codec) for step, answer in pairs],
+        opening=None if evidence.opening is None else _opening(evidence, _repeated(opened, used), None),
+    )
 
 
-async def _replay_opened(past: PastSession, opening: Opening, blocks: LocalBlocks) -> list[Verdict]:
-    if len(past.steps) > 1:
-        await check_repeatable(past.opened.start, past.kind, blocks)
-    asked = Asked(past.repeated, past.steps[-1][1].adapters, past.kind)
-    return await recompute_opened(asked, ForwardResponse(hidden=past.answers[-1].hidden), opening, blocks)
+def _read(frame: bytes, kind: type[M]) -> M:
+    """Returns the message of a frame.
+
+    Raises:
+        ProtocolError: If it is malformed, or a message of another kind.
+    """
+    message = decode(frame)
+    if not isinstance(message, kind):
+        raise ProtocolError(f"the evidence holds a {type(message).__name__}, expected a {kind.__name__}")
+    return message
+
+
+def _adapters(evidence: Evidence) -> list[LoadedAdapter]:
+    """Returns the adapters of evidence; raises ProtocolError if one has another digest than it claims."""
+    adapters = []
+    for upload in (_read(frame, AdapterUpload) for frame in evidence.adapters):
+        digest = adapter_digest(upload.spec, upload.tensors)
+        if digest != upload.digest:
+            raise ProtocolError(f"an adapter of the evidence has digest {digest}, it claims {upload.digest}")
+        adapters.append(LoadedAdapter(digest=digest, spec=upload.spec, tensors=upload.tensors))
+    return adapters
+
+
+def _check_version(evidence: Evidence, receipt: Receipt, version: str) -> None:
+    """Raises ProtocolError unless a receipt is for the model version that was asked for, which the evidence names."""
+    if receipt.version != version or not evidence.model.endswith(version):
+        raise ProtocolError(f"the receipt is for version {receipt.version}, the request for {version}")
+
+
+def _opening(evidence: Evidence, forward: ForwardRequest, grad: Tensor | None) -> Opening | None:
+    """Returns what a server has opened of a forward, or of its backward for a gradient.
+
+    Raises:
+        ProtocolError: If the server has not signed it, or it belongs to another request.
+    """
+    frames = evidence.opening
+    if frames is None:
+        return None
+    request, states = _read(frames.request, CommitRequest), _read(frames.states, OpenedStates).states
+    blocks = range(request.forward.start, request.forward.end)
+    due = state_indices(blocks, frames.blocks, has_grad=request.grad is not None)
+    if not frames.blocks or any(block not in blocks for block in frames.blocks) or frames.indices != due:
+        raise ProtocolError(f"the evidence opens states {frames.indices} at blocks {frames.blocks}, expected {due}")
+    if len(states) != len(due):
+        raise ProtocolError(f"the evidence has {len(states)} states, expected {len(due)}")
+    opening = Opening(
+        request=request,
+        commitment=_read(frames.commitment, Commitment),
+        blocks=frames.blocks,
+        states=dict(zip(due, states, strict=True)),
+    )
+    check_opening(evidence.peer, opening)
+    if not _is_repeated(request.forward, forward):
+        raise ProtocolError("what the server has opened in the evidence belongs to another request")
+    one, other = request.grad, grad
+    if one is not other and (one is None or other is None or not one.equal(other)):
+        raise ProtocolError("what the server has opened in the evidence is for another gradient")
+    return opening
+
+
+def _is_repeated(again: ForwardRequest, request: ForwardRequest) -> bool:
+    """Returns whether a forward is asked for again, but perhaps for its graph."""
+    one, other = (request_hash(msgspec.structs.replace(each, keep=False)) for each in (again, request))
+    return one == other
+
+
+def _repeated(opened: SessionOpen, steps: Sequence[tuple[SessionStep, AdapterUse]]) -> ForwardRequest:
+    return repeated_forward(session_history(opened, steps), steps[-1][0], opened.version)
 
 
 def _check_backward(
@@ -101,10 +235,58 @@ def _check_backward(
         check_receipt(peer, request, answer)
         is_same = second.ticket == answer.ticket
     else:
-        is_same = is_repeated(second.forward, request)
+        is_same = _is_repeated(second.forward, request)
     if not is_same:
         raise ProtocolError("the backward of the evidence belongs to another forward")
     # How far an answer may be off follows from the forward.
     if (second.reply_codec, second.grad_hidden.dtype) != (request.reply_codec, request.hidden.dtype):
         raise ProtocolError("the backward of the evidence has travelled in another type than its forward")
     return receipt
+
+
+def _check_step_receipts(
+    peer: str, pairs: Sequence[tuple[SessionStep, SessionStepResponse]], history: bytes
+) -> Receipt:
+    """Returns the receipt of the last answer; all must say the same about the server, and name all steps before."""
+    said = set()
+    for step, answer in pairs:
+        receipt, history = check_step_receipt(peer, step, answer, history)
+        if not history:
+            raise ProtocolError(f"server {peer} has not signed for the session's history")
+        said.add((receipt.version, receipt.dtype, receipt.quantization))
+    if len(said) != 1:
+        raise ProtocolError("the receipts of the evidence are for different versions, types or quantizations")
+    return receipt
+
+
+def _check_shapes(
+    opened: SessionOpen, steps: Sequence[SessionStep], pairs: Sequence[tuple[SessionStep, SessionStepResponse]]
+) -> None:
+    def fits(step: SessionStep) -> bool:
+        hidden, positions = step.hidden, step.position_ids
+        is_batch = hidden.ndim == 3 and hidden.shape[0] == opened.batch_size
+        return is_batch and (positions is None or positions.shape[-1] == hidden.shape[1])
+
+    is_session = all(map(fits, steps)) and all(tensor.ndim == 4 for tensor in opened.prefix)
+    if not is_session or any(answer.hidden.shape != step.hidden.shape for step, answer in pairs):
+        raise ProtocolError("the tensors of the evidence do not have the shapes of a session")
+
+
+def _check_unchanged(opened: SessionOpen, steps: Sequence[SessionStep]) -> None:
+    """Raises ProtocolError unless the cache holds the prefix and the tokens of all steps, each as it was sent."""
+    if opened.fork_of is not None:
+        raise ProtocolError("the session of the evidence is a fork: what its cache began with is not in the evidence")
+    length = opened.prefix[0].shape[2] if opened.prefix else 0
+    last = _mask(steps[-1], length + sum(step.hidden.shape[1] for step in steps))
+    for step in steps:
+        if step.ops or step.cached_tokens != length:
+            raise ProtocolError("the cache of the evidence's session was changed between two steps")
+        length += step.hidden.shape[1]
+        # Steps are computed together, with the last one's mask.
+        if not _mask(step, length).equal(last[:, :length]):
+            raise ProtocolError("the steps of the evidence have masks that contradict each other")
+
+
+def _mask(step: SessionStep, length: int) -> Tensor:
+    mask = step.attention_mask
+    return torch.ones(step.hidden.shape[0], length, dtype=torch.bool) if mask is None else mask

@@ -24,8 +24,8 @@ from swarm_plugins.verification.followed import FollowedSession
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.norms import NormRanges, norm_ratio
 from swarm_plugins.verification.quarantine import user_quarantine
-from swarm_plugins.verification.reading import read_session
 from swarm_plugins.verification.recompute import Asked, check_kind, travelled
+from swarm_plugins.verification.replay import read_session
 
 if TYPE_CHECKING:
     from swarm_plugins.book.record import PeerBook

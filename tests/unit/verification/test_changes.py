@@ -31,7 +31,7 @@ WHOLE, OPENED = SwarmConfig(verify="on"), SwarmConfig(verify="on", verify_bytes=
 @pytest.fixture(autouse=True)
 def _no_one_is_accused(cache: Path) -> Iterator[None]:
     yield
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def forward(model: PreTrainedModel) -> None:

@@ -33,7 +33,7 @@ def test_a_server_that_two_others_contradict_is_not_believed(llama: Path, cache:
     with LyingSwarm(llama, spans=spans, config=CHECKED, liars={2: Liar(lie)}) as swarm:
         assert train(swarm) == clean_losses(llama)
     # No one else could tell who was right, so no one is quarantined.
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def test_alone_a_server_is_believed_and_that_is_said_once(llama: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from swarm_plugins.verification.replay import replay
 def test_a_third_party_comes_to_the_same_verdict(llama: Path, cache: Path, lie: Lie) -> None:
     with with_liar(llama, Liar(lie)) as swarm:
         train(swarm, steps=2)
-    ((peer, caught),) = Quarantine(cache / "quarantine.json").peers().items()
+    ((peer, caught),) = Quarantine(cache / "quarantine").peers().items()
     found = read_evidence(Path(caught.evidence))
     assert (found.peer, found.reason) == (peer, caught.reason)
     blocks = LocalBlocks(lambda: Checkpoint.open(llama), limit_bytes=0)

@@ -56,7 +56,7 @@ def test_no_honest_server_is_caught(
         model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
         finish_checks(model)
         assert set(verifier_of(model).checker.checked) == set(swarm.peers)
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
     assert "failed (failure" not in caplog.text
 
 
@@ -78,7 +78,7 @@ def test_errors_of_a_whole_span_accuse_nobody_where_single_blocks_are_opened(
         model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
         finish_checks(model)
         assert sum(verifier_of(model).checker.checked.values()) >= 4
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def test_gradients_that_are_rounding_errors_accuse_nobody(llama: Path, cache: Path) -> None:
@@ -89,7 +89,7 @@ def test_gradients_that_are_rounding_errors_accuse_nobody(llama: Path, cache: Pa
         model = get_peft_model(all_checked(swarm), lora)
         model(input_ids=IDS[:, :1]).logits.square().mean().backward()
         finish_checks(model)
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def test_a_mixture_is_known_as_one_when_its_blocks_have_been_dropped(mixtral: Path, llama: Path) -> None:

@@ -23,7 +23,7 @@ def clean_losses(directory: Path) -> list[float]:
 
 
 def listed(cache: Path) -> dict[str, str]:
-    return Quarantine(cache / "quarantine.json").reasons()
+    return Quarantine(cache / "quarantine").reasons()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_without_checks_a_lie_is_believed(llama: Path, cache: Path) -> None:
 def test_a_caught_server_stays_excluded_for_later_clients(llama: Path, cache: Path) -> None:
     liar = Liar("echo")
     with with_liar(llama, liar, config=CHECKED) as swarm:
-        Quarantine(cache / "quarantine.json").add(swarm.peers[1], model="tiny", reason="a lie")
+        Quarantine(cache / "quarantine").add(swarm.peers[1], model="tiny", reason="a lie")
         assert train(swarm, steps=1) == clean_losses(llama)[:1]
     assert liar.calls == 0
 

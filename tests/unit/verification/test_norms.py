@@ -39,4 +39,4 @@ def test_a_sleeper_with_an_odd_answer_is_checked_before_it_is_used(llama: Path, 
             outputs = [model(input_ids=IDS, use_cache=False).logits for _ in range(14)]
         assert all(one.equal(outputs[0]) for one in outputs)
         assert liar.calls == 13
-        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]
+        assert list(Quarantine(cache / "quarantine").peers()) == [swarm.peers[1]]

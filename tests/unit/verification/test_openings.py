@@ -52,21 +52,21 @@ def test_honest_servers_pass(deep: Path, cache: Path) -> None:
         assert train(swarm) == clean_losses(deep)
         opened = sum(len(service.ledger._held) for service in swarm.services.values())
     assert opened == 0
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def test_gradients_of_states_between_the_blocks_accuse_nobody(deep: Path, cache: Path) -> None:
     with LyingSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
         output = tuned(swarm)(input_ids=IDS, labels=IDS, output_hidden_states=True)
         (output.loss + output.hidden_states[4].pow(2).mean()).backward()
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 @pytest.mark.parametrize("lie", ["scaled", "stale_adapter", "flipped_gradients"])
 def test_a_lie_about_the_whole_span_is_caught_at_once(deep: Path, cache: Path, lie: Lie) -> None:
     with with_liar(deep, Liar(lie)) as swarm:
         assert train(swarm) == clean_losses(deep)
-        ((peer, caught),) = Quarantine(cache / "quarantine.json").peers().items()
+        ((peer, caught),) = Quarantine(cache / "quarantine").peers().items()
         assert peer == swarm.peers[1]
     found = evidence.read_evidence(Path(caught.evidence))
     blocks = LocalBlocks(lambda: Checkpoint.open(deep), limit_bytes=0)
@@ -84,7 +84,7 @@ def test_a_lie_in_one_block_shows_when_that_block_is_opened(
             model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
             with torch.no_grad():
                 model(input_ids=IDS, use_cache=False)
-            assert (swarm.peers[1] in Quarantine(cache / "quarantine.json")) == is_caught
+            assert (swarm.peers[1] in Quarantine(cache / "quarantine")) == is_caught
 
 
 def test_a_scaled_last_block_is_caught_although_the_final_norm_hides_it(deep: Path, cache: Path) -> None:
@@ -93,9 +93,7 @@ def test_a_scaled_last_block_is_caught_although_the_final_norm_hides_it(deep: Pa
             model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
             with torch.no_grad():
                 found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
-            assert (swarm.peers[0] in Quarantine(cache / "quarantine.json")) == (
-                config is not HONEST and liar.calls > 0
-            )
+            assert (swarm.peers[0] in Quarantine(cache / "quarantine")) == (config is not HONEST and liar.calls > 0)
             return found
 
     liar = Liar("scaled", factor=1.5, block=5)
@@ -123,7 +121,7 @@ def test_a_wrong_gradient_of_a_prefix_is_caught(deep: Path, cache: Path, is_open
         base = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
         model = get_peft_model(base, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
         model(input_ids=IDS, labels=IDS).loss.backward()
-        caught = Quarantine(cache / "quarantine.json").peers()
+        caught = Quarantine(cache / "quarantine").peers()
         assert list(caught) == [swarm.peers[1]]
         assert "wrong backward" in caught[swarm.peers[1]].reason
 
@@ -154,7 +152,7 @@ def test_a_server_that_opens_something_else_is_left(deep: Path, cache: Path, mon
         monkeypatch.setattr(openings, "check_opening", check)
         assert train(swarm, steps=1) == clean_losses(deep)[:1]
         assert seen
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def test_sessions_on_large_spans_are_repeated_as_a_forward_and_opened(deep: Path, cache: Path) -> None:
@@ -165,8 +163,8 @@ def test_sessions_on_large_spans_are_repeated_as_a_forward_and_opened(deep: Path
 
     with LyingSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
         expected = generated(swarm)
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
     liar = Liar("scaled", honest_calls=5)  # the prompt and a step, each with a forward for its check
     with with_liar(deep, liar) as swarm:
         assert generated(swarm) == expected
-        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]
+        assert list(Quarantine(cache / "quarantine").peers()) == [swarm.peers[1]]

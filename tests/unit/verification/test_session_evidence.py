@@ -76,7 +76,7 @@ def convicted(
         model = tuned(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection))
         model.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=20, do_sample=False)
         finish_checks(model)
-    ((peer, caught),) = Quarantine(cache / "quarantine.json").peers().items()
+    ((peer, caught),) = Quarantine(cache / "quarantine").peers().items()
     assert caught.evidence
     found = read_evidence(Path(caught.evidence))
     assert (found.peer, found.reason) == (peer, caught.reason)

@@ -41,7 +41,7 @@ def test_lies_from_the_first_step_are_caught_before_they_are_used(llama: Path, c
         with with_liar(llama, liar) as swarm:
             assert generated(swarm) == expected
             assert liar.calls == liar.honest_calls + 1
-            caught = Quarantine(cache / "quarantine.json").peers()[swarm.peers[1]]
+            caught = Quarantine(cache / "quarantine").peers()[swarm.peers[1]]
             assert caught.reason.startswith("wrong session step of blocks 2:4")
             shown = CliRunner().invoke(app, ["audit", swarm.peers[1], "--model", str(llama)])
             assert shown.exit_code == 0
@@ -58,7 +58,7 @@ def test_first_steps_are_checked_however_many_sessions_are_followed(
     with with_liar(llama, liar) as swarm:
         generated(swarm)
         assert liar.calls == 1
-        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]
+        assert list(Quarantine(cache / "quarantine").peers()) == [swarm.peers[1]]
 
 
 def test_a_lie_in_a_later_step_of_a_followed_session_is_caught(llama: Path, cache: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_lie_in_a_later_step_of_a_followed_session_is_caught(llama: Path, cach
     with with_liar(llama, liar) as swarm:
         generated(swarm)
         assert liar.calls < 20
-        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]
+        assert list(Quarantine(cache / "quarantine").peers()) == [swarm.peers[1]]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
@@ -79,7 +79,7 @@ def test_honest_servers_pass(mixtral: Path, cache: Path, options: dict[str, obje
         mask = torch.ones_like(IDS)
         mask[1, :5] = 0
         generated(swarm, model, attention_mask=mask, **options)
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def test_an_older_server_that_names_no_history_is_caught_without_evidence(
@@ -91,7 +91,7 @@ def test_an_older_server_that_names_no_history_is_caught_without_evidence(
     monkeypatch.setattr(session, "opening_history", none)
     with with_liar(llama, Liar("echo", honest_calls=2)) as swarm:
         generated(swarm)
-        ((peer, caught),) = Quarantine(cache / "quarantine.json").peers().items()
+        ((peer, caught),) = Quarantine(cache / "quarantine").peers().items()
         assert (peer, caught.evidence) == (swarm.peers[1], "")
         shown = CliRunner().invoke(app, ["audit", peer, "--model", str(llama)])
         assert "no evidence against" in shown.output
@@ -114,7 +114,7 @@ def test_a_server_that_stops_naming_the_history_is_left(
         generated(swarm)
     assert liar.calls == 2
     assert "does not vouch for the session's history any more" in caplog.text
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()
 
 
 def test_adapters_that_change_while_a_step_is_on_its_way_accuse_nobody(
@@ -132,4 +132,4 @@ def test_adapters_that_change_while_a_step_is_on_its_way_accuse_nobody(
     with honest(llama, CHECKED) as swarm:
         model = tuned(swarm)
         model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
-    assert not Quarantine(cache / "quarantine.json").peers()
+    assert not Quarantine(cache / "quarantine").peers()

@@ -80,7 +80,7 @@ def read(state: State) -> dict[str, Any]:
 
 def test_the_state_names_servers_gaps_bans_and_the_way_in(tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path / "tiny")
-    quarantine = Quarantine(tmp_path / "quarantine.json")
+    quarantine = Quarantine(tmp_path / "quarantine")
     clock = Clock()
     with InProcessSwarm(model, spans=[(0, 2), (2, 4), (2, 4)]) as swarm:
         version = ModelVersion("tiny", swarm.services["peer0"].version)
