@@ -94,7 +94,6 @@ class RemoteCacheState:
             self.length = indices[0]
 
     def reset(self) -> None:
-        """Forgets everything, closes the session and frees its memory."""
         if self._release is not None:
             self._release()
         self.length, self.prefix, self.adapter_rows = 0, (), ()
@@ -166,7 +165,6 @@ class RemoteCacheLayer(CacheLayerMixin):
         return self.state.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Returns how many tokens are cached."""
         return self.state.length
 
     def get_max_length(self) -> int:
@@ -174,7 +172,6 @@ class RemoteCacheLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Forgets all tokens."""
         if self.is_first:
             self.state.reset()
 
@@ -191,12 +188,10 @@ class RemoteCacheLayer(CacheLayerMixin):
             self.state.change("reorder", *beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row."""
         if self.is_first and self.state.length > 0:
             self.state.change("repeat", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps some rows."""
         if self.is_first and self.state.length > 0:
             index = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             self.state.change("select", *index.tolist())

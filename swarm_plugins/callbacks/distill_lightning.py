@@ -34,7 +34,6 @@ class StagedDistillation(StagedTraining, UnifiedCallback, StandaloneCallback):  
         self.start(pl_module, _total_steps(trainer), trainer.global_step, tokenizer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Sets the weight of the step."""
         self.at(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -45,16 +44,14 @@ class StagedDistillation(StagedTraining, UnifiedCallback, StandaloneCallback):  
         self.pause()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detaches from the student."""
         self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detaches from the student."""
         self.end()
 
 
 def _total_steps(trainer: Any) -> float:
-    """Returns the optimizer steps of a run as ``global_step`` counts them: those of all optimizers."""
+    """Returns the optimizer steps of a run as ``global_step`` counts them, over all optimizers."""
     # Lightning's estimate is in batches that step, but never above max_steps.
     total: float = trainer.estimated_stepping_batches * max(1, len(trainer.optimizers))
     return total if trainer.max_steps < 0 else min(total, trainer.max_steps)

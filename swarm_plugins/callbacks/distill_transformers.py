@@ -36,7 +36,6 @@ class StagedDistillationTrainerCallback(StagedTraining, TrainerCallback):
         self._logged_weight = self.weight
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Sets the weight of the step."""
         self.at(state.global_step)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -60,5 +59,4 @@ class StagedDistillationTrainerCallback(StagedTraining, TrainerCallback):
         state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detaches from the student."""
         self.end()

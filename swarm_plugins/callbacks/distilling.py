@@ -100,7 +100,6 @@ class StagedTraining(Distillation):
         return {**super().state_dict(), "teacher": public_name(self.name), "teacher_revision": self._revision}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the stop and the teacher's name."""
         super().load_state_dict(state)
         self.name = self.name or state.get("teacher") or ""
         self._revision = state.get("teacher_revision")

@@ -43,7 +43,6 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
                 )
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Publishes when a checkpoint is saved."""
         if "save" in self.on and trainer.global_step > 0:
             self._elected(trainer, lambda: self.publish("save", trainer.global_step, trainer.callback_metrics))
 
@@ -58,7 +57,6 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             self._elected(trainer, lambda: self.publish_if_best(monitor, mode, step, metrics))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Publishes the final adapter."""
         if "end" in self.on:
             self._elected(trainer, lambda: self.publish("end", trainer.global_step, trainer.callback_metrics))
 
@@ -78,13 +76,10 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
         self.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Writes the adapter to disk."""
         self.interrupt(trainer.global_step, trainer.callback_metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value, for a resumed run."""
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the best value."""
         self.best = state_dict.get("best")

@@ -39,7 +39,6 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
         self.publish_if_best(monitor, mode, state.global_step, self._all_metrics(state))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publishes when a checkpoint is saved."""
         if "save" in self.on:
             self.publish("save", state.global_step, self._all_metrics(state))
 

@@ -45,7 +45,6 @@ class SwarmMonitor(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  
         self._first = self._last = self._counts.totals()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs."""
         before, now = self._last, self._counts.totals()
         self._last = now
         values = {name: now[name] - before[name] for name in _OF_THE_BATCH}

@@ -51,7 +51,6 @@ class AdapterSource:
 
     @property
     def peft_type(self) -> str:
-        """PEFT's name of the method."""
         return _word(self.model.peft_config[self.name].peft_type)
 
     @property

@@ -34,12 +34,10 @@ class TaggedVersion(NamedTuple):
 
     @property
     def is_base(self) -> bool:
-        """Whether it is the base without an adapter."""
         return self.tag == BASE_TAG
 
     @property
     def label(self) -> str:
-        """Names it in messages."""
         return f"{self.repo_id}@{self.tag}"
 
 

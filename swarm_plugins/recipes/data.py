@@ -78,11 +78,9 @@ class _RecipeData(pl.LightningDataModule):
             self._train, self._held_out = self._prepare(train), self._prepare(held_out)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Returns shuffled batches of the training documents."""
         return DataLoader(self._train, batch_size=self.batch_size, shuffle=True, collate_fn=self._collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Returns batches of the held-out documents."""
         return DataLoader(self._held_out, batch_size=self.batch_size, collate_fn=self._collate)
 
     def _columns(self) -> tuple[str, ...]:

@@ -45,17 +45,14 @@ class LanguageTuner(pl.LightningModule):
         return self.model(**batch, use_cache=False)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Returns the loss of a batch."""
         loss: Tensor = self(**batch).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Logs the loss of a held-out batch."""
         self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns AdamW over the trainable parameters."""
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
 

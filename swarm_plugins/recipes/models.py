@@ -59,7 +59,6 @@ class ModelTuner(LanguageTuner):
         return load_language_model("base", self.base, revision=self.revision, dtype=torch.float32)
 
     def configure_model(self) -> None:
-        """Makes the model, once."""
         if self.model is None:
             self.model = self.make_model().train()
 

@@ -27,11 +27,9 @@ class Texts:
 
     @property
     def active_rows(self) -> list[int]:
-        """Indices of the rows that are not finished."""
         return [int(row) for row in self.active.nonzero()]
 
     def append(self, row: int, token: int) -> None:
-        """Appends a token to a row."""
         if self.lengths[row] == self.ids.shape[1]:
             self.ids = torch.cat((self.ids, self.ids.new_full((self.ids.shape[0], 1), self.pad)), dim=1)
         self.ids[row, self.lengths[row]] = token
@@ -65,7 +63,6 @@ class Places:
 
     @property
     def length(self) -> int:
-        """Places of a row."""
         return self.tokens.shape[1]
 
     def with_drafts(self, drafts: Tensor) -> Places:

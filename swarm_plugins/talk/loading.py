@@ -97,7 +97,7 @@ def load_draft(draft: str) -> PreTrainedModel | str:
     On a CPU its linear layers are kept in 4 bits, which halves its time and hardly changes what it drafts.
 
     Raises:
-        ConfigError: If the model does not exist or is no causal language model.
+        ConfigError: If the model does not exist or is not a causal language model.
     """
     if draft == LOOKUP:
         return LOOKUP

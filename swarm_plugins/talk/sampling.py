@@ -46,7 +46,6 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether always the likeliest token is chosen."""
         return self.temperature < _GREEDY_BELOW
 
     def options(self) -> dict[str, Any]:

@@ -109,7 +109,6 @@ class Conversation:
         """The conversation so far."""
 
     def forget(self) -> None:
-        """Starts a new conversation."""
         self.turns = []
 
     def answer(self, text: str, write: Callable[[str], Any]) -> None:

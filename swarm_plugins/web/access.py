@@ -52,7 +52,6 @@ class Access:
         self._running: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or refuses it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -60,7 +59,7 @@ class Access:
             tenant = self._tenant(scope)
             if tenant and scope["method"] == "POST" and self._running[tenant] >= self._settings.max_running_per_key:
                 raise ApiError(
-                    f"{self._running[tenant]} requests of this key are running, the most that may: wait for one",
+                    f"{self._running[tenant]} requests of this key are running, which is the limit: wait for one",
                     status=429,
                     code="rate_limit_exceeded",
                 )

@@ -42,7 +42,7 @@ def create_app(
 ) -> FastAPI:
     """Returns an app for any ASGI server: ``uvicorn.run(create_app(model, tokenizer))``.
 
-    Where it is mounted in another app, that one has to run its lifespan: it lets go of conversations that are too old.
+    If it is mounted in another app, that app must run its lifespan, which drops old conversations.
 
     Args:
         model: A causal language model: on a swarm, with offloaded experts, or a plain one.

@@ -25,7 +25,6 @@ class ApiCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics."""
         engine = self._engine
         yield GaugeMetricFamily("swarm_api_running_requests", "Requests that generate.", engine.running)
         yield GaugeMetricFamily("swarm_api_waiting_requests", "Requests that wait their turn.", engine.waiting)

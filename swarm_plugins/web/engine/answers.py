@@ -110,7 +110,6 @@ class Answers(StoppingCriteria):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers."""
         return sum(len(answer.tokens) for answer in self._all)
 
 

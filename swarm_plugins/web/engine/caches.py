@@ -1,6 +1,6 @@
 """Caches of conversations: the next turn prefills only what is new.
 
-A cache of a swarm model is a session on servers, which holds their memory: caches are few, and let go after a while.
+A cache of a swarm model is a session that holds servers' memory, so caches are few and short-lived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CacheStore:
         max_bytes: Most bytes of keys and values in all caches together, wherever they lie.
         token_bytes: Bytes of keys and values of one token.
         max_caches: Most caches. Each one is a session on every server of its chain.
-        max_age_s: Seconds after which an unused one is let go.
+        max_age_s: Seconds after which an unused one is dropped.
         clock: Seconds, for tests.
     """
 
@@ -89,12 +89,11 @@ class CacheStore:
                 del self._kept[0]
 
     def drop_old(self) -> None:
-        """Lets go of caches that were not used for too long."""
+        """Drops caches that have not been used for too long."""
         with self._lock:
             self._drop_old()
 
     def clear(self) -> None:
-        """Lets go of all."""
         with self._lock:
             self._kept.clear()
 

@@ -103,7 +103,7 @@ class Engine:
         must_wait = own.locked() or self._turns.locked() or not is_loaded
         if must_wait and self.waiting >= MAX_WAITING:
             raise QueueFullError(
-                f"{self.running} requests are running and {self.waiting} wait, the most that may: try again later"
+                f"{self.running} requests are running and {self.waiting} wait, which is the limit: try again later"
             )
         self.waiting += 1
         try:

@@ -44,7 +44,6 @@ class SharedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The layer's weights ``[vocabulary, D]``."""
         return self.head.weight
 
     def forward(self, hidden: Tensor) -> Tensor:

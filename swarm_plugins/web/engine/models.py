@@ -65,12 +65,10 @@ class Models:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model knows."""
         return int(self.base.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters in memory."""
         return [*self._adapters, *self._loaded.copy()]
 
     def split(self, model: str) -> str | None:

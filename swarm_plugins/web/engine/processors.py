@@ -31,7 +31,6 @@ class Recorder(LogitsProcessor):
         self.logprobs: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Changes nothing."""
         self.logprobs = scores.log_softmax(dim=-1)
         return scores
 
@@ -44,7 +43,6 @@ class Bias(LogitsProcessor):
         self.values = torch.tensor(list(bias.values()))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns changed logits."""
         scores[:, self.tokens] += self.values.to(scores)
         return scores
 
@@ -58,7 +56,6 @@ class Penalties(LogitsProcessor):
         self.frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns changed logits."""
         said = input_ids[:, self.prompt_tokens :]
         counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
@@ -75,7 +72,6 @@ class Sampler(LogitsProcessor):
             self.generator.manual_seed(seed)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns logits whose largest one is drawn."""
         uniform = torch.rand(scores.shape, generator=self.generator, dtype=torch.float64)
         # 0 would be plus infinity's opposite: a token that is never drawn, whatever its probability.
         noise = -(-uniform.clamp_min(torch.finfo(torch.float64).tiny).log()).log()

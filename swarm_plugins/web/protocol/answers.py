@@ -1,4 +1,4 @@
-"""What is said in the answers to a request, and OpenAI's objects for it: the parts of a stream, or the whole."""
+"""What is said in the answers to a request, and OpenAI's objects for it: parts of a stream, or the whole answer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ class Whole:
     reason: Reason = "stop"
 
     def add(self, said: Said) -> None:
-        """Adds a part."""
         self.scored += said.scored
         if said.part.call is not None:
             self.calls.append(said.part.call)

@@ -163,14 +163,14 @@ class ChatRequest(SamplingFields):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """The tools shown to the model."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
     @property
     def demanded(self) -> list[dict[str, Any]]:
-        """The tools of which the model has to call one."""
+        """The tools that the model must choose from."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.offered if tool["function"]["name"] == self.tool_choice.function.name]
         return self.offered if self.tool_choice == "required" else []
@@ -187,10 +187,9 @@ class Prepared(NamedTuple):
     opened: ToolFormat | None
     """Set if the prompt begins a call: the answer goes on with its JSON."""
     offered: Sequence[dict[str, Any]]
-    """The tools that the model is told of."""
+    """The tools shown to the model."""
 
     def readers(self) -> list[MessageReader | DemandedReader]:
-        """Returns a reader for each answer."""
         if self.opened is not None:
             return [DemandedReader() for _ in range(self.generation.n)]
         return [MessageReader(self.template, self.begun, self.offered) for _ in range(self.generation.n)]
@@ -253,7 +252,7 @@ def _opening(found: ToolFormat | None) -> ToolFormat:
 
 
 def _stops(body: ChatRequest, found: ToolFormat | None) -> tuple[str, ...]:
-    """Returns the texts that end an answer: after a first call, if there may be no other."""
+    """Returns the texts that end an answer, with the end of a first call if only one is allowed."""
     is_single = body.offered and not body.demanded and body.parallel_tool_calls is False
     return (*body.stops(), *((found.closing,) if is_single and found is not None and found.closing else ()))
 

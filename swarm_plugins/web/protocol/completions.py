@@ -64,7 +64,6 @@ class CompletionRequest(SamplingFields):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Returns each prompt, as text or tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -139,7 +138,7 @@ async def _together(generations: Sequence[AsyncGenerator[Event, None]]) -> Async
 async def _as_one(
     engine: Engine, body: CompletionRequest, generations: Sequence[Generation]
 ) -> AsyncGenerator[Event, None]:
-    """Yields all events as those of one generation, with echoes; answers are numbered prompt by prompt."""
+    """Yields the events of all generations as one, with echoes; answers are numbered prompt by prompt."""
     per_prompt = generations[0].n
     echoes: dict[int, str] = {}
     if body.echo:

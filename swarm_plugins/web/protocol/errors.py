@@ -53,12 +53,10 @@ class ApiError(SwarmError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON object to send."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Returns the answer to send."""
         return JSONResponse(self.body(), self.status, _HEADERS.get(self.status))
 
 

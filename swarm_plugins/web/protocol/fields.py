@@ -129,14 +129,13 @@ class SamplingFields(Fields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, model: Any) -> Sampling:
-        """Returns the model's own settings with those of this request."""
+        """Returns the model's own settings, overridden by this request."""
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         if self.top_p == 0:
             chosen |= {"top_p": 1.0, "temperature": 0.0}
         return default_sampling(model, **chosen)
 
     def stops(self) -> tuple[str, ...]:
-        """Returns the texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def generation(self, engine: Engine, tokens: Sequence[int], **more: Any) -> Generation:

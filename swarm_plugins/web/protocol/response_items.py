@@ -1,4 +1,4 @@
-"""Items of responses: those of a request become messages of a chat, those of an answer are made as it grows."""
+"""Items of responses: a request's become messages of a chat, an answer's are made as it grows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def chat_messages(given: str | Sequence[Mapping[str, Any]], instructions: str | 
 
 
 def _text(content: object) -> object:
-    """Returns the text of an item's content; what is none is left to the check of messages."""
+    """Returns the text of an item's content; other types are left for the check of messages."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -88,7 +88,6 @@ class Items:
         """Of the message that is being written."""
 
     def add(self, part: Part) -> list[dict[str, Any]]:
-        """Adds a part of the answer."""
         if part.call is not None:
             return [*self.close(), *self._call(part.call)]
         if part.field != "content" or not part.text:

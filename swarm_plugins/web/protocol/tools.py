@@ -1,7 +1,7 @@
 """Tool calls and reasoning: what a model is told of tools, and how its text is read back.
 
 The reading is transformers' `ResponseParser`. It needs a description of the model's format: the tokenizer's own
-``response_template``, or that of a format which the chat template gives away.
+``response_template``, or that of a format recognized in the chat template.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _FORMATS = {
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
-    """Returns the format whose mark is in the chat template; None if there is none."""
+    """Returns the format whose mark is in the chat template, if any."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     return next((known for mark, known in _FORMATS.items() if mark in template), None)
 
@@ -203,7 +203,7 @@ def calls_of(value: Any) -> list[ToolCall]:
     """Returns the calls in a parsed value: one, or a list, in either of the shapes that models write.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not a call.
     """
     found = []
     for one in value if isinstance(value, list) else [value]:
