@@ -94,6 +94,7 @@ class RemoteCacheState:
             self.length = indices[0]
 
     def reset(self) -> None:
+        """Forgets everything, closes the session and frees its memory."""
         if self._release is not None:
             self._release()
         self.length, self.prefix, self.adapter_rows = 0, (), ()

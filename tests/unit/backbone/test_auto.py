@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from swarm_plugins.backbone import (
     AutoSwarmModelForSequenceClassification,
 )
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.checkpoint.files import LocalFiles, Piece
 from swarm_plugins.checkpoint.loading import class_for_task
 from swarm_plugins.errors import CheckpointError, ConfigError, MissingBlocksError, UnsupportedError
 from swarm_plugins.offload import quantize_checkpoint
@@ -47,19 +45,12 @@ def test_pefts_config_names_the_base_as_it_was_loaded(remote, directory: Path, t
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"], ids=["one-file", "shards"])
 def test_only_the_client_s_share_is_read(
-    max_shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    max_shard_size: str, tmp_path: Path, read_bytes: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = save_tiny("mixtral", tmp_path, max_shard_size=max_shard_size)
-    read_bytes: list[int] = []
-    plain_read = LocalFiles.read
-
-    def counted(self: LocalFiles, file: str, pieces: Sequence[Piece], progress: object) -> None:
-        read_bytes.extend(len(piece.buffer) for piece in pieces)
-        plain_read(self, file, pieces, progress)
-
     with InProcessSwarm(directory) as swarm:
-        monkeypatch.setattr(LocalFiles, "read", counted)
         capsys.readouterr()
+        read_bytes.clear()
         model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         assert "Loading weights" not in capsys.readouterr().err, "bars are for terminals"
     client_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())

@@ -16,7 +16,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from swarm_plugins import SwarmConfig
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.checkpoint.files import LocalFiles, Piece
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
@@ -38,15 +37,8 @@ def test_the_client_s_settings_name_them_and_an_argument_overrides(directory: Pa
         assert other.model.layers[2].swarm_stack.blocks == range(2, 3)
 
 
-def test_only_the_local_parts_are_read(swarm: InProcessSwarm, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_bytes: list[int] = []
-    plain_read = LocalFiles.read
-
-    def counted(self: LocalFiles, file: str, pieces: Sequence[Piece], progress: object) -> None:
-        read_bytes.extend(len(piece.buffer) for piece in pieces)
-        plain_read(self, file, pieces, progress)
-
-    monkeypatch.setattr(LocalFiles, "read", counted)
+def test_only_the_local_parts_are_read(swarm: InProcessSwarm, directory: Path, read_bytes: list[int]) -> None:
+    read_bytes.clear()
     model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=(1, 0))
     kept = model.state_dict()
     assert {name.split(".")[2] for name in kept if ".layers." in name} == {"0"}

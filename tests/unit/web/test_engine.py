@@ -36,6 +36,19 @@ async def all_of(engine: Engine, request: Generation) -> list[Event]:
     return [event async for event in engine.generate(request)]
 
 
+def events_of(model: Any, tokenizer: Any, *requests: Generation, **settings: Any) -> list[Any]:
+    """The events of requests that run at the same time, or the error of one that is refused."""
+
+    async def together() -> list[Any]:
+        engine = engine_of(model, tokenizer, **settings)
+        try:
+            return await asyncio.gather(*(all_of(engine, one) for one in requests), return_exceptions=True)
+        finally:
+            engine.close()
+
+    return asyncio.run(together())
+
+
 def text_of(events: list[Event], index: int = 0) -> str:
     return "".join(event.text for event in events if isinstance(event, Piece) and event.index == index)
 
@@ -46,15 +59,8 @@ def tokens_of(events: list[Event], index: int = 0) -> tuple[int, ...]:
 
 def test_requests_at_the_same_time_get_the_tokens_they_get_alone(model: Any, tokenizer: Any) -> None:
     texts = [f"{word} and so on" for word in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
-
-    async def together() -> list[list[Event]]:
-        engine = engine_of(model, tokenizer)
-        try:
-            return await asyncio.gather(*(all_of(engine, ask(text, tokenizer, 16)) for text in texts))
-        finally:
-            engine.close()
-
-    for text, events in zip(texts, asyncio.run(together()), strict=True):
+    requests = [ask(text, tokenizer, 16) for text in texts]
+    for text, events in zip(texts, events_of(model, tokenizer, *requests), strict=True):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             alone = model.generate(input_ids=ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
@@ -85,47 +91,21 @@ def test_leaving_frees_the_session_and_ends_the_step(model: Any, tokenizer: Any,
 
 def test_more_requests_than_may_wait_are_refused(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_plugins.web.engine.engine.MAX_WAITING", 1)
-
-    async def crowd() -> list[Any]:
-        engine = engine_of(model, tokenizer, max_running=1)
-        try:
-            return await asyncio.gather(
-                *(all_of(engine, ask("x", tokenizer, 8)) for _ in range(4)), return_exceptions=True
-            )
-        finally:
-            engine.close()
-
-    refused = [one for one in asyncio.run(crowd()) if isinstance(one, QueueFullError)]
-    assert len(refused) == 2
+    found = events_of(model, tokenizer, *[ask("x", tokenizer, 8)] * 4, max_running=1)
+    assert sum(isinstance(one, QueueFullError) for one in found) == 2
 
 
 def test_several_answers_read_the_prompt_once_and_differ_by_their_draws(model: Any, tokenizer: Any) -> None:
-    async def run(n: int) -> list[Event]:
-        engine = engine_of(model, tokenizer)
-        request = ask("once upon a time", tokenizer, 12, n=n, seed=4, sampling=Sampling(temperature=1.5))
-        try:
-            return await all_of(engine, request)
-        finally:
-            engine.close()
-
-    events = asyncio.run(run(3))
-    answers = [tokens_of(events, index) for index in range(3)]
+    request = ask("once upon a time", tokenizer, 12, n=3, seed=4, sampling=Sampling(temperature=1.5))
+    first, again = (events_of(model, tokenizer, request)[0] for _ in range(2))
+    answers = [tokens_of(first, index) for index in range(3)]
     assert len(set(answers)) == 3
-    assert answers == [tokens_of(asyncio.run(run(3)), index) for index in range(3)]
+    assert answers == [tokens_of(again, index) for index in range(3)]
 
 
 def test_draws_follow_the_probabilities(model: Any, tokenizer: Any) -> None:
     """The share of the likeliest first token among many answers is its probability."""
-
-    async def run() -> list[Event]:
-        engine = engine_of(model, tokenizer)
-        try:
-            request = ask("q", tokenizer, 1, n=400, seed=5, sampling=Sampling(temperature=0.5))
-            return await all_of(engine, request)
-        finally:
-            engine.close()
-
-    events = asyncio.run(run())
+    [events] = events_of(model, tokenizer, ask("q", tokenizer, 1, n=400, seed=5, sampling=Sampling(temperature=0.5)))
     drawn = torch.tensor([tokens_of(events, index)[0] for index in range(400)])
     ids = tokenizer("q", return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -136,14 +116,7 @@ def test_draws_follow_the_probabilities(model: Any, tokenizer: Any) -> None:
 
 
 def test_a_prompt_is_scored_as_a_forward_pass_scores_it(model: Any, tokenizer: Any) -> None:
-    async def run() -> list[Event]:
-        engine = engine_of(model, tokenizer)
-        try:
-            return await all_of(engine, ask("hello world", tokenizer, 1, logprobs=2, score_prompt=True))
-        finally:
-            engine.close()
-
-    events = asyncio.run(run())
+    [events] = events_of(model, tokenizer, ask("hello world", tokenizer, 1, logprobs=2, score_prompt=True))
     scored = next(event for event in events if isinstance(event, PromptScored)).scored
     ids = tokenizer("hello world", return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -155,14 +128,7 @@ def test_a_prompt_is_scored_as_a_forward_pass_scores_it(model: Any, tokenizer: A
 
 
 def test_counts_and_servers(model: Any, tokenizer: Any, swarm: InProcessSwarm) -> None:
-    async def run() -> list[Event]:
-        engine = engine_of(model, tokenizer)
-        try:
-            return await all_of(engine, ask("hello", tokenizer, 5))
-        finally:
-            engine.close()
-
-    done = asyncio.run(run())[-1]
+    done = events_of(model, tokenizer, ask("hello", tokenizer, 5))[0][-1]
     assert isinstance(done, Done)
     assert done.prompt_tokens == 5
     assert done.new_tokens <= 5
