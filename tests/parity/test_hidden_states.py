@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from swarm_plugins.client.sessions import span_steps
+from swarm_plugins.client.sessions import span
 from swarm_plugins.transport.messages import SessionStep
 
 IDS = torch.tensor([[5, 17, 99, 23, 64, 9, 88], [31, 64, 9, 88, 12, 101, 7]])
@@ -39,7 +39,7 @@ def test_only_the_servers_of_wanted_hidden_states_send_them(
         steps.append(bool(fields["collect_hidden"]))
         return SessionStep(**fields)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(span_steps, "SessionStep", noted)
+    monkeypatch.setattr(span, "SessionStep", noted)
     here, there = DynamicCache(config=pair.local.config), DynamicCache(config=pair.remote.config)
     for ids in (IDS, IDS[:, :1]):
         steps.clear()
