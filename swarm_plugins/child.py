@@ -88,7 +88,7 @@ class Process:
         if status == -signal.SIGKILL:
             return "was killed (the system may have run out of memory: start fewer servers)"
         if status is not None and status < 0:
-            return f"was ended by signal {-status}"
+            return f"was ended by {signal.Signals(-status).name} (start again)"
         return "ended" if status else "was asked to end"
 
     @property

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 NONCE_BYTES = 16
 _NO_GRAPH = "keeps no graph"
+_SHOWN_LETTERS = 8
+"""Of a peer id in a message: all begin alike."""
 
 
 class Guard(Protocol):
@@ -70,8 +72,8 @@ class Servers:
         """Says once of a server that it did not keep the graph of a forward of so many tokens."""
         if self.peers.book.kept(peer).is_first(_NO_GRAPH):
             log.warning(
-                "server %s did not keep the graph of a forward of %d tokens, so the backward runs it again and takes "
-                "up to half as long again: train with smaller batches, or give that server more --activation-bytes",
-                peer,
+                "server %s did not keep the graph of a forward of %d tokens: its backward takes up to half as long "
+                "again. Train with smaller batches or shorter rows, or start the server with more --activation-bytes",
+                peer[-_SHOWN_LETTERS:],
                 tokens,
             )

@@ -134,9 +134,16 @@ class Tour:
         with LocalSwarm(model, num_servers=_NUM_SERVERS, threads=self.settings.threads) as swarm:
             for server in swarm.servers:
                 self._say(f"   process {server.pid} serves blocks {server.span[0]} to {server.span[1] - 1}")
-            with active_swarm(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())):
-                tuner, tag = self._tune(model, pieces, hub)
-            self._talk(tuner, tokenizer)
+            try:
+                with active_swarm(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())):
+                    tuner, tag = self._tune(model, pieces, hub)
+                self._talk(tuner, tokenizer)
+            except SwarmError as error:
+                # The other servers end with the demo: where to start this one again is of no use.
+                for server in swarm.servers:
+                    if not server.is_alive:
+                        raise SwarmError(f"server process {server.pid} {server.ending}; run the demo again") from error
+                raise
             return tuner, tag
 
     def _tune(self, model: Path, pieces: Pieces, hub: LocalHub) -> tuple[DemoTuner, str]:

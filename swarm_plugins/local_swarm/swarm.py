@@ -248,7 +248,8 @@ class LocalSwarm:
                 return
             dead = next((server for server in servers if not server.is_alive), None)
             if dead is not None:
-                raise TransportError(f"a local server {dead.ending} before it served (pid {dead.pid}){dead.why}")
+                cure = "" if dead.status else "; another program sent it SIGTERM: start again"
+                raise TransportError(f"a local server {dead.ending} before it served (pid {dead.pid}){cure}{dead.why}")
             if time.monotonic() > deadline:
                 raise TransportError(
                     f"a local server (pid {late.pid}) did not serve within {self._start_timeout_s:g} s: "

@@ -36,7 +36,7 @@ from swarm_plugins.server.startup.spans import SpanLoader, rate_of_network
 from swarm_plugins.server.startup.weights import hosted_weights
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
-from swarm_plugins.server.state.cutting import RunLimits
+from swarm_plugins.server.state.cutting import MIN_PORTION_TOKENS, RunLimits
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.transport.counts import StreamCounts
@@ -242,7 +242,8 @@ class SwarmServer:
             max_batch_tokens=config.max_batch_tokens,
             max_session_tokens=max_session_tokens,
             run_limits=RunLimits(
-                portion_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S)), token_bytes=speed.token_bytes
+                portion_tokens=max(MIN_PORTION_TOKENS, int(speed.throughput * _PORTION_S)),
+                token_bytes=speed.token_bytes,
             ),
             kv_tokens=kv_tokens,
             activations=ActivationStore(config.activation_bytes or 0),

@@ -24,6 +24,8 @@ _STATES = 4
 _MASK_BYTES = 11
 """Attention's mask for one pair of tokens: three bool tensors while it is made, two of float32 while it is used."""
 _MIN_PART_TOKENS = 16
+MIN_PORTION_TOKENS = 256
+"""However slow the server: a row that is cut has no graph, and its backward runs the forward again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import BadRequestError
-from swarm_plugins.server.state.cutting import Portion, RunLimits, cut_batch
+from swarm_plugins.server.state.cutting import MIN_PORTION_TOKENS, Portion, RunLimits, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
 
@@ -114,3 +114,11 @@ def test_gradients_of_wrong_shapes_are_refused(span: Span, tokens: int) -> None:
     ):
         with pytest.raises(BadRequestError, match=r"gradient|grad_"):
             run_backward(span, parts, grads, Needs())
+
+
+def test_rows_of_a_usual_length_have_a_graph_at_the_slowest_server(span: Span) -> None:
+    inputs = SpanInputs(blocks=range(NUM_BLOCKS), hidden=random(2, 128, WIDTH))
+    parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=MIN_PORTION_TOKENS))
+    assert [one.part_tokens for one in parts] == [None, None]
+    _, kept, _ = run_forward(span, parts, keep_bytes=1 << 30)
+    assert kept is not None
