@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.server.startup.network_rate import Network, timed_echo
+from swarm_plugins.server.startup.network_rate import Surroundings, timed_echo
 from swarm_plugins.transport.records import MAX_ROUND_TRIPS
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -21,7 +21,7 @@ _PEER_TIMEOUT_S = 2.0
 
 
 async def keep_measured(
-    network: Network, info: Callable[[], ServerInfo], describe: Callable[..., object], *, every_s: float
+    network: Surroundings, info: Callable[[], ServerInfo], describe: Callable[..., object], *, every_s: float
 ) -> None:
     """Measures round trips to neighbors from time to time, and announces them.
 
@@ -39,7 +39,7 @@ async def keep_measured(
         await asyncio.sleep(every_s * random.uniform(0.75, 1.25))
 
 
-async def round_trips(network: Network, own: ServerInfo) -> tuple[tuple[str, float], ...]:
+async def round_trips(network: Surroundings, own: ServerInfo) -> tuple[tuple[str, float], ...]:
     """Returns the seconds of an empty request to some neighbors and its answer, without those that do not answer.
 
     Raises:
@@ -77,7 +77,7 @@ def _may_follow(one: ServerInfo, two: ServerInfo) -> bool:
     return two.start <= one.end < two.end
 
 
-async def _round_trip_s(network: Network, peer: str) -> float:
+async def _round_trip_s(network: Surroundings, peer: str) -> float:
     channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
     try:
         return min([await timed_echo(channel, _ECHO_BYTES) for _ in range(_ECHOES)])

@@ -32,7 +32,7 @@ from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
-from swarm_plugins.server.pulse import Pulse
+from swarm_plugins.server.liveness import Liveness
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.startup.placing import Swarm, mobility_of, snapshot_of
 from swarm_plugins.server.startup.preload import preload_adapter
@@ -49,7 +49,7 @@ _REST_S = 600.0
 """After a move that failed."""
 
 
-class Place(Swarm, Opener, Protocol):
+class Announcer(Swarm, Opener, Protocol):
     """What a mover needs of `Presence`."""
 
 
@@ -58,7 +58,7 @@ class Mover:
     """Moves a server's span to where the swarm needs it, for as long as `run` runs."""
 
     config: ServeConfig
-    presence: Place
+    presence: Announcer
     service: Service
     """What answers requests."""
     spans: HostedSpans
@@ -68,7 +68,7 @@ class Mover:
 
     def __post_init__(self) -> None:
         self._resting_until = 0.0
-        self._pulse = Pulse(self.presence, self.presence.peer_id)
+        self._liveness = Liveness(self.presence, self.presence.peer_id)
 
     async def run(self) -> None:
         """Looks at the swarm from time to time, and moves when it is this server's turn."""
@@ -96,7 +96,7 @@ class Mover:
     async def _look(self) -> Snapshot:
         info = self.service.info()
         try:
-            infos = await self._pulse.living(await self.presence.servers(info.version, info.num_blocks))
+            infos = await self._liveness.living(await self.presence.servers(info.version, info.num_blocks))
         except TransportError as error:
             log.debug("no look at the swarm this time: %s", error)
             infos = {}

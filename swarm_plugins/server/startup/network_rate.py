@@ -23,7 +23,7 @@ _PEER_TIMEOUT_S = 2.0
 _SMALL_BYTES = 64
 
 
-class Network(Opener, Directory, Protocol):
+class Surroundings(Opener, Directory, Protocol):
     """What the measurement needs of `Presence`."""
 
     @property
@@ -31,7 +31,7 @@ class Network(Opener, Directory, Protocol):
         """Id of this server."""
 
 
-async def network_rate(network: Network, version: str, num_blocks: int, token_bytes: int) -> float:
+async def network_rate(network: Surroundings, version: str, num_blocks: int, token_bytes: int) -> float:
     """Returns how many hidden states a second this network carries, in and out; 0 if no other server answers.
 
     The best of a few peers counts: the others' own networks may be slower.
@@ -58,7 +58,7 @@ async def network_rate(network: Network, version: str, num_blocks: int, token_by
     return round(max(rates), 1)
 
 
-async def _bytes_per_s(network: Network, peer: str) -> float:
+async def _bytes_per_s(network: Surroundings, peer: str) -> float:
     """Returns bytes per second there and back at the same time, without the round trip itself."""
     channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
     try:

@@ -19,7 +19,7 @@ from swarm_plugins.server.background import in_thread
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.hosted import storages
 from swarm_plugins.server.startup.capacity import Speed, measure
-from swarm_plugins.server.startup.network_rate import Network, network_rate
+from swarm_plugins.server.startup.network_rate import Surroundings, network_rate
 from swarm_plugins.server.startup.placing import Rates
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -72,7 +72,7 @@ class SpanLoader:
             with self.rehearsing():
                 return await in_thread(lambda: measure(span, max_tokens=tokens, weights=storages(span)))
 
-    async def rates(self, blocks: range, network: Network, info: ServerInfo) -> Rates:
+    async def rates(self, blocks: range, network: Surroundings, info: ServerInfo) -> Rates:
         """Measures blocks, and the network to other servers; not if they need experts that others hold."""
         if self.config.remote_experts:
             return Rates(0.0, 0.0)
@@ -84,7 +84,7 @@ class SpanLoader:
             span.close()
 
 
-async def rate_of_network(span: Span, network: Network, info: ServerInfo) -> float:
+async def rate_of_network(span: Span, network: Surroundings, info: ServerInfo) -> float:
     """Returns how many hidden states of a span a second the network carries to other servers."""
     token_bytes = span.spec.hidden_size * span.spec.dtype.itemsize
     return await network_rate(network, info.version, info.num_blocks, token_bytes)

@@ -31,7 +31,7 @@ _PATIENCE_S = 2.0
 """How long an output waits for room behind others."""
 
 
-class _Place(NamedTuple):
+class _Destination(NamedTuple):
     client: str
     """Whose outputs: others may use the same names."""
     peer: str
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class _Way:
-    """Leads to a place."""
+    """Leads to a destination."""
 
     stream: Channel | None = None
     """None: not yet, or in use."""
@@ -60,7 +60,7 @@ class Pushes:
         self._ledger = Ledger(
             _MAX_STREAMS, max_peer_share=_MAX_STREAM_SHARE, noun="streams to other servers", groups=groups
         )
-        self._ways: OrderedDict[_Place, _Way] = OrderedDict()
+        self._ways: OrderedDict[_Destination, _Way] = OrderedDict()
         """The one used last at the end."""
         self._closing: set[asyncio.Task[None]] = set()
         self.num_taken = 0
@@ -74,27 +74,27 @@ class Pushes:
         What takes longer than a moment goes on alone, and is believed to arrive: the client, who gets the same output
         now, finds out by waiting for the next server. Until it has been sent it counts in ``charge``.
         """
-        place = _Place(client, to.peer, to.session)
-        way = self._ways.get(place)
+        destination = _Destination(client, to.peer, to.session)
+        way = self._ways.get(destination)
         if way is not None and len(way.sending) >= _MAX_WAITING:
             await asyncio.wait(way.sending[:1], timeout=_PATIENCE_S)
         try:
             charge.claim(hidden.nbytes)
-            way = self._way(place)
+            way = self._way(destination)
         except SwarmError as error:
             charge.release()
             return one_line(error)
         sending, message = way.sending, PushedHidden(session=to.session, step=to.step, token=to.token, hidden=hidden)
         task = asyncio.create_task(
-            self._send(place.peer, way, message, codec, sending[-1] if sending else None), name="push"
+            self._send(destination.peer, way, message, codec, sending[-1] if sending else None), name="push"
         )
         sending.append(task)
 
         def end(_: object) -> None:
             sending.remove(task)
             charge.release()
-            if not sending and way.stream is None and self._ways.get(place) is way:
-                self._drop(place)
+            if not sending and way.stream is None and self._ways.get(destination) is way:
+                self._drop(destination)
 
         task.add_done_callback(end)
         done, _ = await asyncio.wait({task}, timeout=_MOMENT_S)
@@ -102,34 +102,34 @@ class Pushes:
             return "the session has ended before its output was sent"
         return task.result() if done else ""
 
-    def _way(self, place: _Place) -> _Way:
-        """Returns the way to a place, with room for one more output.
+    def _way(self, destination: _Destination) -> _Way:
+        """Returns the way to a destination, with room for one more output.
 
         Raises:
             CapacityError: If it has none, or if there is no room for a new way.
         """
-        way = self._ways.get(place)
+        way = self._ways.get(destination)
         if way is None:
-            self._make_room(place)
-            way = self._ways[place] = _Way()
+            self._make_room(destination)
+            way = self._ways[destination] = _Way()
         elif len(way.sending) >= _MAX_WAITING:
             raise CapacityError(f"{len(way.sending)} outputs of this session are still on their way")
-        self._ways.move_to_end(place)
+        self._ways.move_to_end(destination)
         return way
 
-    def _make_room(self, place: _Place) -> None:
+    def _make_room(self, destination: _Destination) -> None:
         """Counts one more way, for which it closes streams that are not in use."""
         while True:
-            mine = [other for other in self._ways if other.client == place.client]
+            mine = [other for other in self._ways if other.client == destination.client]
             try:
-                if len({place.peer, *(other.peer for other in mine)}) > _MAX_RECEIVERS:
+                if len({destination.peer, *(other.peer for other in mine)}) > _MAX_RECEIVERS:
                     raise CapacityError(
                         f"this client has streams to other servers, {_MAX_RECEIVERS} of them: there can be no more"
                     )
-                self._ledger.claim(place.client, 1)
+                self._ledger.claim(destination.client, 1)
             except CapacityError:
                 # Others give way only to a client's first stream, and only if all are taken.
-                others = [] if mine or self._ledger.free(place.client) else list(self._ways)
+                others = [] if mine or self._ledger.free(destination.client) else list(self._ways)
                 idle = next((other for other in mine or others if not self._ways[other].sending), None)
                 if idle is None:
                     raise
@@ -137,9 +137,9 @@ class Pushes:
             else:
                 return
 
-    def _drop(self, place: _Place) -> None:
-        way = self._ways.pop(place)
-        self._ledger.release(place.client, 1)
+    def _drop(self, destination: _Destination) -> None:
+        way = self._ways.pop(destination)
+        self._ledger.release(destination.client, 1)
         for task in way.sending:
             task.cancel()
         if way.stream is not None:
@@ -170,9 +170,9 @@ class Pushes:
 
     def forget(self, client: str, to: PushTo) -> None:
         """Ends what is on its way to a session, and closes the stream."""
-        place = _Place(client, to.peer, to.session)
-        if place in self._ways:
-            self._drop(place)
+        destination = _Destination(client, to.peer, to.session)
+        if destination in self._ways:
+            self._drop(destination)
 
 
 async def _send_over(way: _Way, stream: Channel, message: PushedHidden, codec: Codec) -> str:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from swarm_plugins.server import pulse
-from swarm_plugins.server.pulse import Pulse
+from swarm_plugins.server import liveness
+from swarm_plugins.server.liveness import Liveness
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.server_info import ServerInfo
@@ -23,13 +23,13 @@ async def answers(channel: Channel) -> None:
 
 
 def test_a_server_that_is_gone_is_left_out_and_counts_again_when_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(liveness, "_PAUSE_S", 0.01)
     crowd = {f"crowd{index}": info(0, 4) for index in range(40)}
     infos = {"me": info(0, 4), "lone": info(4, 8), **crowd}
     transport = LocalTransport({peer: {"rpc_info": answers} for peer in infos})
 
     async def run() -> None:
-        look = Pulse(transport, "me")
+        look = Liveness(transport, "me")
         assert await look.living(infos) == infos
         await transport.kill("lone")
         living = await look.living(infos)  # the only holder of blocks is asked first

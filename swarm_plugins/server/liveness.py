@@ -22,7 +22,7 @@ _PAUSE_S = 1.0
 _MAX_SILENT = 1024
 
 
-class Pulse:
+class Liveness:
     """Leaves out servers that do not answer twice in a row, until they do."""
 
     def __init__(self, network: Opener, own: str) -> None:
