@@ -162,8 +162,9 @@ class Pipe:
 
     async def _run_at_once(self) -> SpanOutputs:
         """Runs the step without cutting it: no task is worth its while for a single token."""
-        for stage in self._stages:
-            await tell(stage.told)
+        for told in (one for stage in self._stages for one in stage.told):
+            if not await told.post():
+                told.give_up()
         answers: list[SpanOutputs] = []
         for stage in self._stages:
             hidden = answers[-1].hidden if answers else self._inputs.hidden
