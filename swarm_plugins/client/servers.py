@@ -70,7 +70,7 @@ class Servers:
 
     def note_unkept(self, peer: str, tokens: int) -> None:
         """Says once of a server that it did not keep the graph of a forward of so many tokens."""
-        if self.peers.book.kept(peer).is_first(_NO_GRAPH):
+        if self.peers.book.is_news(peer, _NO_GRAPH):
             log.warning(
                 "server %s did not keep the graph of a forward of %d tokens: its backward takes up to half as long "
                 "again. Train with smaller batches or shorter rows, or start the server with more --activation-bytes",

@@ -135,7 +135,7 @@ class Checker:
 
     def say_unchecked(self, server: Server, exc: SwarmError) -> None:
         """Notes that a server's answers cannot be checked now, and says so once."""
-        if self._book.kept(server.peer).is_first(f"unchecked {server.what}"):
+        if self._book.is_news(server.peer, f"unchecked {server.what}"):
             log.warning("answers (%s) of server %s cannot be checked: %s", server.what, server.peer, one_line(exc))
         self._book.observe(server.peer, Uncheckable(server[1:]))
 

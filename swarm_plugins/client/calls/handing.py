@@ -61,7 +61,7 @@ def is_handing_on(peers: Peers, chain: Sequence[str]) -> bool:
         return False
     infos = {peer: info for peer in chain if (info := book[peer].info) is not None}
     for peer, info in infos.items():
-        if not info.pushes and book.kept(peer).is_first(_UNABLE):
+        if not info.pushes and book.is_news(peer, _UNABLE):
             text = "server %s (version %s) neither takes nor sends outputs of other servers: they go by this client"
             log.log(
                 logging.WARNING if push == "on" else logging.INFO, text, peer, printable(info.software) or "unknown"
