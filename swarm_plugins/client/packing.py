@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from swarm_plugins.book import judging
-from swarm_plugins.book.record import PeerBook, Packed
+from swarm_plugins.book.record import Packed, PeerBook
 from swarm_plugins.transport.messages import Codec
 
 log = logging.getLogger(__name__)
