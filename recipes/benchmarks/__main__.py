@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 app = typer.Typer(
     help="Measure a swarm, or offloading, on this machine against the same model run locally, one thread a side.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 

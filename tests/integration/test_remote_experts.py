@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from swarm_plugins.local_swarm import LocalServer
 from swarm_plugins.remote_experts import calls
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import ExpertsRequest, Message
 
 pytestmark = pytest.mark.swarm
 
@@ -69,13 +72,25 @@ def frozen(*servers: LocalServer) -> Iterator[None]:
 
 @contextmanager
 def killed_while_computing(client: PreTrainedModel, connection: SwarmConnection, victim: LocalServer) -> Iterator[None]:
-    """Makes a holder the nearest of all, holds up the requests that come, and then kills it."""
+    """Makes a holder the nearest of all, holds up the requests that come, and kills it when one has."""
     view = next(one for one in client.modules() if isinstance(one, RemoteExpertsModule))._remote.holders.view
     connection.loop.run(view.refresh(force=True))
     for peer, entry in view.entries.items():
         view.entries[peer] = replace(entry, round_trip_s=0.0 if peer == victim.peer_id else 1.0)
-    with frozen(victim), ThreadPoolExecutor(1) as pool:
-        death = pool.submit(lambda: (time.sleep(0.2), victim.kill()))
+    assert connection.peers is not None
+    post, is_asked = connection.peers.post, threading.Event()
+
+    async def posting(channel: Channel, message: Message) -> None:
+        await post(channel, message)
+        if channel.remote_peer == victim.peer_id and isinstance(message, ExpertsRequest):
+            is_asked.set()
+
+    with (
+        frozen(victim),
+        ThreadPoolExecutor(1) as pool,
+        mock.patch.object(connection.peers, "post", posting),
+    ):
+        death = pool.submit(lambda: (is_asked.wait(60), victim.kill()))
         yield
         death.result()
 
@@ -125,7 +140,8 @@ def test_holders_killed_in_mid_forward_and_in_mid_backward_cost_no_bit(
 ) -> None:
     monkeypatch.setattr(calls, "_LATE_S", 60.0)  # no replica answers before the holder's death is noticed
     first, second = swarm.servers[1:3]
-    with connect(swarm.initial_peers, SwarmConfig()) as connection:
+    # Asked once what they serve: a frozen holder would not say it.
+    with connect(swarm.initial_peers, SwarmConfig(refresh_s=3600.0)) as connection:
         client = load_remote_experts(model, connection=connection)
         expected = outcome(client)
         found = outcome(
