@@ -62,6 +62,9 @@ class Backlog:
         finally:
             self._num_sent -= 1
             self._sent_tokens -= tokens
+            if not self._num_sent:
+                # What it had no place for was too much then; the next batch finds out anew.
+                self._most = MOST_AT_ONCE
             self._changed.set()
             self._changed = asyncio.Event()
 

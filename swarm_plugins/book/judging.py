@@ -70,12 +70,6 @@ def is_far(record: PeerRecord, rules: Rules = RULES) -> bool:
     return (round_trip_s(record, rules) or 0.0) >= rules.far_s
 
 
-def reaches(record: PeerRecord, receiver: str, now: float) -> bool:
-    """Returns whether a server is worth asking to push to another one."""
-    rest = record.rests.get(receiver)
-    return rest is None or now >= rest.until
-
-
 def closed_ways(book: PeerBook, senders: Iterable[str]) -> set[tuple[str, str]]:
     """Returns all senders and receivers that are not asked to push now."""
     now = book.now
@@ -133,8 +127,8 @@ def _own_pace(record: PeerRecord, entry: ServerEntry, rules: Rules) -> _Pace:
     tokens: list[float] = []
     for work in _COMPUTING:
         samples = list(record.work[work].samples) if work in record.work else []
-        for one in samples[-rules.recent_samples :]:
-            block_s = max(one.seconds - entry.round_trip_s, _LEAST_S) / max(one.blocks, 1)
+        for one in [sample for sample in samples if sample.blocks][-rules.recent_samples :]:
+            block_s = max(one.seconds - entry.round_trip_s, _LEAST_S) / one.blocks
             if one.units <= rules.step_tokens:
                 steps.append(block_s)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -66,6 +67,8 @@ class PeerRecord:
     num_calls: int = 0
     """Answers to requests that ran blocks."""
     answered_at: float = -math.inf
+    ran_at: float = -math.inf
+    """When it last ran blocks."""
     num_strikes: int = 0
     """Failures since it last did what it was asked."""
     failed_at: float = -math.inf
@@ -143,6 +146,8 @@ class Overtaken(NamedTuple):
         record.at(self.work, rules).samples.append(Sample(self.blocks, self.units, self.seconds))
         record.num_calls += self.blocks > 0
         record.answered_at = now
+        if self.blocks:
+            record.ran_at = now
 
 
 class Answered(NamedTuple):
@@ -293,7 +298,10 @@ class PeerBook:
 
     def records(self) -> dict[str, PeerRecord]:
         """Returns all records; other threads may call it."""
-        return dict(list(self._records.items()))
+        while True:
+            # The garbage collector may let the loop's thread in.
+            with contextlib.suppress(RuntimeError):
+                return dict(self._records.items())
 
     def is_news(self, peer: str, remark: str) -> bool:
         """Returns whether the user has not been told something of a peer; from now on that is so."""

@@ -100,13 +100,16 @@ async def _free_unused(hosted: dict[str, _Hosted], local: LocalRoutes, book: Pee
     """Frees what was not used for a while, in which servers of the swarm were; does not keep the `StandIn` alive."""
     while hosted:
         await asyncio.sleep(_LOOK_S)
-        others = (record.answered_at for peer, record in book.records().items() if peer not in hosted)
+        versions = {one.served.service.version for one in hosted.values()}
+        servers = [record for record in book.records().values() if record.info is not None]
+        others = (one.ran_at for one in servers if one.info is not None and one.info.version in versions)
         latest = max(others, default=-math.inf)
         for one in list(hosted.values()):
-            one.used_at = max(one.used_at, book[one.peer].answered_at)
+            one.used_at = max(one.used_at, book[one.peer].ran_at)
             if latest - one.used_at > _IDLE_S and one.served.is_idle and await _withdraw(one, hosted, local):
                 log.warning("servers hold blocks %d:%d again", one.blocks.start, one.blocks.stop)
-                await asyncio.to_thread(one.served.close)
+                # To its end, also if this task is cancelled: nothing else knows of these blocks any more.
+                await asyncio.shield(asyncio.to_thread(one.served.close))
 
 
 async def _withdraw(one: _Hosted, hosted: dict[str, _Hosted], local: LocalRoutes) -> bool:

@@ -64,10 +64,6 @@ class LocalRoutes:
         """Serves a peer of this process from now on."""
         self._handlers[peer] = handlers
 
-    def __contains__(self, peer: str) -> bool:
-        """Returns whether a peer is one of this process."""
-        return peer in self._handlers
-
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel; see `Transport`."""
         if peer not in self._handlers:

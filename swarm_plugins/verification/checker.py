@@ -33,6 +33,7 @@ class Server(NamedTuple):
 
     peer: str
     what: str
+    version: str
     share: tuple[object, ...]
     """What it serves of the model."""
     dtype: str
@@ -41,7 +42,7 @@ class Server(NamedTuple):
 
 def checked_as(peer: str, what: str, info: ServerInfo) -> Server:
     """Returns what one kind of answers of a server is checked as."""
-    return Server(peer, what, (info.start, info.end, info.experts), info.dtype, info.quantization)
+    return Server(peer, what, info.version, (info.start, info.end, info.experts), info.dtype, info.quantization)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,13 +203,14 @@ class Examiner:
     ) -> ForwardResponse | BackwardResponse:
         peers = self._servers.peers
         forward = msgspec.structs.replace(asked.request, keep=False, nonce=secrets.token_bytes(NONCE_BYTES))
+        size = {"units": forward.hidden.shape[:2].numel(), "blocks": forward.end - forward.start}
         if isinstance(call, ForwardClaim):
             return await peers.with_adapters(
-                peer, asked.adapters, lambda: peers.request(peer, "rpc_forward", forward, ForwardResponse)
+                peer, asked.adapters, lambda: peers.request(peer, "rpc_forward", forward, ForwardResponse, **size)
             )
         backward: BackwardRequest = msgspec.structs.replace(call.request, ticket=None, forward=forward)
         return await peers.with_adapters(
-            peer, asked.adapters, lambda: peers.request(peer, "rpc_backward", backward, BackwardResponse)
+            peer, asked.adapters, lambda: peers.request(peer, "rpc_backward", backward, BackwardResponse, **size)
         )
 
 

@@ -63,16 +63,23 @@ class Quarantine:
 
     def __contains__(self, peer: str) -> bool:
         """Returns whether a peer is excluded now."""
-        return peer in self.peers()
+        now = self._refresh()
+        known = self._unsaved.get(peer) or self._saved.get(peer, (None, None))[1]
+        return known is not None and now < known.until
 
     def peers(self) -> dict[str, Caught]:
         """Returns the peers that are excluded now; looks every second for what other processes have changed."""
+        now = self._refresh()
+        known = {peer: caught for peer, (_, caught) in self._saved.items()} | self._unsaved
+        return {peer: caught for peer, caught in known.items() if now < caught.until}
+
+    def _refresh(self) -> float:
+        """Looks at the folder if that is due; returns the time."""
         now = self._clock()
         if abs(now - self._looked_at) >= _LOOK_S:  # the clock may have been set back
             self._looked_at = now
             self._look(now)
-        known = {peer: caught for peer, (_, caught) in self._saved.items()} | self._unsaved
-        return {peer: caught for peer, caught in known.items() if now < caught.until}
+        return now
 
     def reasons(self) -> dict[str, str]:
         """Returns why each of these peers is excluded."""
@@ -134,6 +141,10 @@ class Quarantine:
             caught = msgspec.json.decode(file.read_bytes(), type=Caught)
         except FileNotFoundError:
             return None
+        except OSError as exc:
+            # Not of the others' files.
+            log.warning("%s cannot be read: %s", file, one_line(exc))
+            return known
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             log.warning("%s cannot be read (%s): the server is excluded for a day", file, one_line(exc))
             caught = Caught(until=now + QUARANTINE_S, caught_at=now, model="", reason=f"{file.name} is damaged")

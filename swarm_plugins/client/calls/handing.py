@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import msgspec
 from torch import Tensor
@@ -44,10 +44,16 @@ log = logging.getLogger(__name__)
 _MAX_AHEAD = 8
 """Calls that a server has been told of, and has not answered; servers keep pushed inputs of so many."""
 _UNABLE = "does not push"
+_closing: set[asyncio.Task[None]] = set()
+"""Kept until they are done."""
 
 
 class SentInVainError(SwarmError):
-    """A call must be sent again, by this client, and nobody is to blame."""
+    """A call must be sent again, by this client, and no server is at fault."""
+
+
+class _UncollectedError(Exception):
+    """Nothing waits for an answer any more."""
 
 
 def is_handing_on(peers: Peers, chain: Sequence[str]) -> bool:
@@ -98,6 +104,8 @@ class Told(Generic[Request, Response]):
         """Whether its input is believed to be there."""
         self.is_given_up = False
         """Whether no server sends its input any more."""
+        self.is_collected = False
+        """Whether its answer was waited for."""
         self._peers = peers
         self._view = view
         self._call = call
@@ -166,7 +174,7 @@ class Told(Generic[Request, Response]):
             SentInVainError: If the server got something else or failed at what it got, and its session is closed.
             SwarmError: As for any call.
         """
-        call = self._call
+        call, self.is_collected = self._call, True
         try:
             async with self._stream:
                 await self._is_over.wait()
@@ -175,10 +183,16 @@ class Told(Generic[Request, Response]):
                 if self._request is None or self._channel is None:
                     return None
                 response = await self._answer(self._channel, self._request, call.input())
-        except (SentInVainError, StreamLostError, RemoteError, CapacityError):
-            # Only a session that was told has lost anything.
-            if call.is_queued or self._error is not None:
+        except UnknownAdapterError as exc:
+            # Dropped since it was uploaded. The stream lives on.
+            if call.is_queued:
                 return None
+            raise SentInVainError(str(exc)) from exc
+        except (SentInVainError, StreamLostError, RemoteError, CapacityError) as exc:
+            if call.is_queued:
+                return None
+            if self._error is not None:
+                raise SentInVainError(f"server {self.peer} was not told: {exc}") from exc
             raise
         return Answer(self.peer, plain(self._request, call.input()), response)
 
@@ -243,8 +257,6 @@ class Told(Generic[Request, Response]):
         """
         try:
             yield
-        except UnknownAdapterError as exc:
-            raise SentInVainError(str(exc)) from exc
         except RemoteError as exc:
             if not self.sender or type(exc) not in (RemoteError, RefusedError):
                 raise
@@ -254,10 +266,30 @@ class Told(Generic[Request, Response]):
     async def close(self) -> None:
         """Ends the call if its answer was not collected. Idempotent."""
         self.give_up()
-        # A stream with an answer to come is of no use to others.
-        gone = asyncio.CancelledError()
-        with contextlib.suppress(asyncio.CancelledError):
+        # A stream with an answer to come is of no use to others: it is closed as after an error.
+        gone = _UncollectedError()
+        with contextlib.suppress(_UncollectedError):
             await self._stream.__aexit__(type(gone), gone, None)
+
+
+async def close_all(telling: Sequence[asyncio.Task[None]], told: Sequence[Told[Any, Any]]) -> None:
+    """Ends telling, and the calls whose answers were not collected; in the background if this wait is cancelled."""
+
+    async def close() -> None:
+        for task in telling:
+            task.cancel()
+        for found in await asyncio.gather(*telling, return_exceptions=True):
+            if isinstance(found, Exception):
+                log.error("telling a server ahead has failed", exc_info=found)
+        for call in left:
+            await call.close()
+
+    left = [call for call in told if not call.is_collected]
+    if left or telling:
+        closing = asyncio.create_task(close(), name="end calls told ahead")
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+        await asyncio.shield(closing)
 
 
 async def tell(calls: Sequence[Told[Request, Response]]) -> None:

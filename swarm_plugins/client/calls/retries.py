@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from swarm_plugins.book import judging
 from swarm_plugins.client.answers import SpanMovedError
 from swarm_plugins.errors import (
     CapacityError,
@@ -156,6 +157,11 @@ class Retries:
         is_hung = self.failures > 1 and waited_s > self.view.config.request_timeout_s
         return is_hung or self.failures >= self.limit
 
+    def _banned(self) -> set[str]:
+        """Returns servers that are banned, with those that are not announced and failed in this call."""
+        book = self.view.peers.book
+        return {*self.view.banned(), *(peer for peer in self._failed if judging.is_banned(book, peer))}
+
     async def plan(self, make: Callable[[set[str]], Awaitable[Plan]]) -> Plan:
         """Makes a plan without some servers; after a failure, waits briefly for servers to come back.
 
@@ -168,7 +174,7 @@ class Retries:
         """
         while True:
             # At last also without those that failed, though no other server has their blocks: these are missing.
-            failed = self.view.banned() if self._leaves_only_holders else ()
+            failed = self._banned() if self._leaves_only_holders else ()
             try:
                 return await make({*self.excluded, *failed})
             except MissingBlocksError as exc:

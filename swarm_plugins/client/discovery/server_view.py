@@ -19,6 +19,7 @@ from swarm_plugins.client.discovery.missing import serve_command
 from swarm_plugins.client.discovery.probing import Probes
 from swarm_plugins.client.packing import Codecs
 from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, one_line
+from swarm_plugins.recent import Recent
 from swarm_plugins.routing import ServerEntry
 from swarm_plugins.routing.coverage import spread_sample
 from swarm_plugins.transport.channel import Directory
@@ -82,6 +83,9 @@ class ServerView(ABC):
             on_late=self.doubt,
         )
         self.refreshed_at = float("-inf")
+        self._misfits: Recent[str, None] = Recent()
+        """Servers that serve something else than they are announced for."""
+        self._has_answers = False
         self._last_failure: BaseException | None = None
         self._last_failed: str | None = None
         """The peer that was banned last, and why."""
@@ -120,7 +124,7 @@ class ServerView(ABC):
         async with self._lock:
             if self.refreshed_at > wanted_at or not (force or self.is_stale):
                 return
-            longest_s = min(_HURRY_S, self.config.info_timeout_s) if self.infos else self.config.info_timeout_s
+            longest_s = min(_HURRY_S, self.config.info_timeout_s) if self._has_answers else self.config.info_timeout_s
             await self.lookup.ask()
             asked = self._sample()
             self.refreshed_at = time.monotonic()
@@ -153,7 +157,8 @@ class ServerView(ABC):
             if info.state in _WORTH_ASKING and self.is_of_use(info) and not self.excludes(peer)
         }
         if len(online) > _MAX_PROBES:
-            online = {peer: online[peer] for peer in judging.usable(self.peers.book, online, copies=2)}
+            fitting = {peer: share for peer, share in online.items() if peer not in self._misfits}
+            online = {peer: online[peer] for peer in judging.usable(self.peers.book, fitting, copies=2)}
         named = self.entries.keys() | {address.rpartition("/")[2] for address in self.initial_peers}
         again = spread_sample({peer: share for peer, share in online.items() if peer in named}, _MAX_PROBES // 2)
         others = {peer: share for peer, share in online.items() if peer not in again}
@@ -164,12 +169,25 @@ class ServerView(ABC):
         started = time.perf_counter()
         try:
             info = await self.peers.info(peer)
-            self._check(info)
+            check_server_info(info)
         except SwarmError as exc:
             self.ban(peer, exc)
             return False
+        try:
+            self._check(info)
+        except ProtocolError as exc:
+            # Perhaps it serves another model now: no reason for that model's users to leave it out.
+            self._misfits[peer] = None
+            self._last_failure, self._last_failed = exc, peer
+            self._remove(peer)
+            log.info("server %s is not used for %s: %s", peer, self.version, one_line(exc))
+            return False
+        self._misfits.pop(peer, None)
+        self._has_answers = True
         round_trips = possible_round_trips(info)
-        self.peers.book.observe(peer, Said(msgspec.structs.replace(info, round_trips=tuple(round_trips.items()))))
+        # Without what no client reads of it, and which may be long.
+        known = msgspec.structs.replace(info, round_trips=tuple(round_trips.items()), adapters=())
+        self.peers.book.observe(peer, Said(known))
         if info.state != "online":
             return False
         entry = ServerEntry(
@@ -194,8 +212,9 @@ class ServerView(ABC):
         return {peer: info for peer, info in infos.items() if info.version == self.version.key and self.is_of_use(info)}
 
     def said(self, peer: str) -> ServerInfo | None:
-        """Returns what a server has said of itself; None: nothing yet."""
-        return self.peers.book[peer].info
+        """Returns what a server has said of itself; None: nothing yet, or that it serves another version."""
+        info = self.peers.book[peer].info
+        return info if info is not None and info.version == self.version.key else None
 
     def _remembered(self) -> dict[str, ServerInfo]:
         """Returns the servers that were online when they answered, not long ago."""
@@ -206,7 +225,6 @@ class ServerView(ABC):
         }
 
     def _check(self, info: ServerInfo) -> None:
-        check_server_info(info)
         if info.version != self.version.key:
             raise ProtocolError(f"it announced version {self.version} but serves {info.version} ({info.model})")
         if info.num_blocks != self.num_blocks:

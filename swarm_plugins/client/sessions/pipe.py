@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.calls.handing import SentInVainError, Told, is_handing_on, tell
+from swarm_plugins.client.calls.handing import SentInVainError, Told, close_all, is_handing_on, tell
 from swarm_plugins.client.sessions.replacing import moved, neighbors, planned
 from swarm_plugins.client.sessions.span import SpanSession, StepCall
 from swarm_plugins.errors import SwarmError
@@ -97,8 +97,7 @@ class Pipe:
                 return await self._run_at_once()
             return await self._run_chunks(chunks)
         finally:
-            for one in told:
-                await one.close()
+            await close_all([], told)
 
     # -- what to do ---------------------------------------------------------------------------------------------------
 
@@ -222,7 +221,10 @@ class Pipe:
                 answers.append(await self._advance(stage, index, current, replace(chunk, hidden=hidden)))
                 retries.progressed()
             except SentInVainError:
-                stage.give_up()  # by this client then, after a replay
+                # By this client then; after a replay if the session is closed, as it is when more steps were told.
+                if any(one.is_told for one in stage.told[index + 1 :]):
+                    await current.close()
+                stage.give_up()
             except SwarmError as exc:
                 stage.give_up()
                 await current.close()

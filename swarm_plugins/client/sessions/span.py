@@ -296,8 +296,6 @@ class StepCall(Call[SessionStep, SessionStepResponse]):
 
     async def send(self, peers: Peers, peer: str, request: SessionStep) -> SessionStepResponse:
         """Sends the step over the session's stream and returns the answer."""
-        if self.session.channel is None and not self.session.is_lost:
-            await self.session.open(request.hidden.shape[0])
         async with self.session.next_step() as channel:
             started = time.perf_counter()
             await peers.post(channel, request)

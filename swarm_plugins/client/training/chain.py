@@ -16,7 +16,7 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
 from swarm_plugins.book.record import Forgiven, Unkept
 from swarm_plugins.client.answers import TicketLostError
 from swarm_plugins.client.calls.call import Call, Request, Response
-from swarm_plugins.client.calls.handing import Told, is_handing_on, tell
+from swarm_plugins.client.calls.handing import Told, close_all, is_handing_on, tell
 from swarm_plugins.client.digests import CallAdapters
 from swarm_plugins.client.training.spans import Attempt, BackwardCall, ForwardCall, Needs, SpanRun
 from swarm_plugins.errors import RefusedError, SwarmError
@@ -249,8 +249,4 @@ async def _told(servers: Servers, calls: Sequence[tuple[str, Call[Request, Respo
     try:
         yield
     finally:
-        for task in telling:
-            task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
-        for call in told:
-            await call.close()
+        await close_all(telling, told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from swarm_plugins.book.backlog import MOST_AT_ONCE, Backlog
 
@@ -47,3 +48,19 @@ def test_an_end_of_one_leaves_the_turns_of_others() -> None:
 async def _take(queue: Backlog) -> None:
     async with queue.turn(10, room=10):
         pass
+
+
+def test_a_refusal_counts_until_the_server_has_answered_all() -> None:
+    async def scene() -> None:
+        backlog = Backlog()
+        async with backlog.turn(10, room=0):
+            assert backlog.refused()
+            second = asyncio.create_task(_take(backlog))
+            await asyncio.sleep(0)
+            assert not second.done()
+        await asyncio.wait_for(second, 10)
+        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(10):
+            for _ in range(MOST_AT_ONCE):
+                await stack.enter_async_context(backlog.turn(10, room=0))
+
+    asyncio.run(scene())
