@@ -88,7 +88,7 @@ class Process:
         if status == -signal.SIGKILL:
             return "was killed (the system may have run out of memory: start fewer servers)"
         if status is not None and status < 0:
-            return f"was ended by {signal.Signals(-status).name} (start again)"
+            return f"was ended by signal {-status}, {signal.strsignal(-status) or 'unknown'} (start again)"
         return "ended" if status else "was asked to end"
 
     @property
@@ -106,7 +106,12 @@ class Process:
     def write(self, line: bytes) -> None:
         """Writes a line to its standard input; raises OSError if it has ended."""
         pipe: Any = self._process.stdin
-        pipe.write(line + b"\n")
+        if pipe.closed:
+            raise BrokenPipeError("the process has ended")
+        rest = memoryview(line + b"\n")
+        while rest:
+            # A signal can cut a write short.
+            rest = rest[pipe.write(rest) :]
 
     def read_line(self, timeout_s: float) -> bytes | None:
         """Returns the next line that it prints; None if there is none within ``timeout_s``.
@@ -115,6 +120,8 @@ class Process:
             EOFError: If it prints no more.
         """
         pipe: Any = self._process.stdout
+        if pipe.closed:
+            raise EOFError
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as ready:
             ready.register(pipe, selectors.EVENT_READ)
