@@ -88,8 +88,10 @@ class Residency:
         """
         found: list[tuple[float, bool, int, ExpertKey]] = []
         for other, counts in self._counts.items():
+            residents = self.residents[other]
             for expert in reversed(counts.order):
-                if self._may_go(key := ExpertKey(other, expert)) and key not in taken:
+                # The cheapest question first: most experts of a large layer are not here.
+                if expert in residents and self._may_go(key := ExpertKey(other, expert)) and key not in taken:
                     uses_per_byte = counts.uses(expert) / self._bytes[other]
                     found.append((uses_per_byte, other != layer, -self._last_use[other], key))
                     break

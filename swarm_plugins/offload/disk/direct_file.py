@@ -58,6 +58,11 @@ class DirectFile:
         _advise(self._fd, start, count, "POSIX_FADV_DONTNEED")
         return count
 
+    def forget(self, start: int, num_bytes: int) -> None:
+        """Drops a part of the file from the page cache, which plain reads would be answered from."""
+        if not self.is_direct:
+            _advise(self._fd, start, num_bytes, "POSIX_FADV_DONTNEED")
+
     def identity(self) -> FileIdentity:
         """Returns which file is open, and when it was last written to.
 

@@ -101,6 +101,7 @@ def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -
         start = choose.randrange(max(1, sizes[path] - block)) // BLOCK_BYTES * BLOCK_BYTES
         with _named(path):
             file = opened[path] = opened.get(path) or DirectFile(path)
+            file.forget(start, block)  # a file that was just written would be measured in the page cache
             total += file.read(start, [buffer])
     return total
 
