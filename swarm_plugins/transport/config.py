@@ -74,7 +74,8 @@ class ReachableConfig(PeerConfig):
     """How others reach a peer."""
 
     host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    """Addresses to listen on; port 0 picks a free one. ``/ip4/0.0.0.0/tcp/PORT`` listens on all interfaces."""
+    """Addresses to listen on; port 0 picks a free one. By default others on this machine alone reach it:
+    ``/ip4/0.0.0.0/tcp/PORT`` listens on all interfaces."""
 
     announce_maddrs: tuple[str, ...] = ()
     """Addresses to tell others instead, such as those of a router that forwards to this machine."""

@@ -60,9 +60,11 @@ class LastingNode:
     async def _replace_dead(self, same_ports: bool) -> None:
         log.warning("the libp2p daemon has died; starting a new one")
         dead = self._node
-        self._node = await self._started_successor(same_ports=same_ports)
+        node = await self._started_successor(same_ports=same_ports)
+        # Meanwhile another one may have taken its place.
+        unused, self._node = (dead, node) if self._node is dead else (node, self._node)
         with contextlib.suppress(SwarmError):
-            await dead.close()
+            await unused.close()
 
     async def _started_successor(self, *, same_ports: bool = True) -> SwarmNode:
         """Returns a running successor of the node in use; raises TransportError if it does not start."""

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
-from hivemind.p2p.p2p_daemon_bindings.utils import read_unsigned_varint, write_pbmsg
+from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
 
 from swarm_plugins.errors import ProtocolError, TransportError
 from swarm_plugins.transport.admission.gate import Open
@@ -28,8 +28,6 @@ _HOP = "/libp2p/circuit/relay/0.2.0/hop"
 _RESERVE = 0
 """Type of a message."""
 _OK = 100
-_ANSWER_BITS = 13
-"""Of the length of an answer in bytes."""
 _ANSWER_S = 10.0
 _RENEW_EVERY_S = 30.0
 """A place lasts for an hour, but not longer than the connection."""
@@ -128,7 +126,14 @@ def _unreachable(address: str) -> TransportError:
 async def _read_status(reader: asyncio.StreamReader) -> int:
     """Returns the status of a relay's answer, 0 if there is none."""
     try:
-        length = await read_unsigned_varint(reader, _ANSWER_BITS)
+        (first,) = await reader.readexactly(1)
+        length = first & 0x7F
+        if first >= 0x80:
+            # Two bytes at most: a longer number is no answer.
+            (second,) = await reader.readexactly(1)
+            if second >= 0x80:
+                raise ProtocolError("a relay's answer cannot be read: it is too long")
+            length |= second << 7
         answer = HopMessage.FromString(await reader.readexactly(length))
     except (ValueError, DecodeError) as error:
         raise ProtocolError(f"a relay's answer cannot be read: {error}") from error

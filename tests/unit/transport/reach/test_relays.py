@@ -29,6 +29,7 @@ def test_the_status_is_read_and_fields_of_others_are_skipped() -> None:
     "answer",
     [
         pytest.param(b"\x80\x80\x01", id="long"),
+        pytest.param(b"\x80" * 100, id="a length without an end"),
         pytest.param(b"\x02\x28\x80", id="ends in a number"),
         pytest.param(b"\x02\x0f\x00", id="wire type"),
     ],
