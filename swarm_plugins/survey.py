@@ -158,6 +158,7 @@ async def survey(
     wanted: str | None,
     *,
     timeout_s: float,
+    within_s: float | None = None,
     quarantined: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ModelStatus]:
     """Returns all model versions whose version or name contains ``wanted``, with their servers.
@@ -166,13 +167,14 @@ async def survey(
         config: How to reach the swarm, as a client.
         wanted: Part of a version or of a model's name. None: all versions.
         timeout_s: Longest wait for one server.
+        within_s: Longest wait for all servers; see `survey_node`.
         quarantined: Why some peers are left out.
 
     Raises:
         TransportError: If the swarm cannot be reached.
     """
     async with SwarmNode(config) as node:
-        return await survey_node(node, wanted, timeout_s=timeout_s, quarantined=quarantined)
+        return await survey_node(node, wanted, timeout_s=timeout_s, within_s=within_s, quarantined=quarantined)
 
 
 async def survey_node(

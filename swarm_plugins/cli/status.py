@@ -49,6 +49,7 @@ def print_status(
     command: str,
     *,
     timeout_s: float = SERVER_TIMEOUT_S,
+    within_s: float | None = None,
     as_json: bool = False,
 ) -> None:
     """Surveys a swarm once and prints it.
@@ -63,7 +64,8 @@ def print_status(
     from swarm_plugins.survey import Joining, survey
     from swarm_plugins.verification.quarantine import user_quarantine
 
-    found = asyncio.run(survey(config, wanted, timeout_s=timeout_s, quarantined=user_quarantine().reasons()))
+    caught = user_quarantine().reasons()
+    found = asyncio.run(survey(config, wanted, timeout_s=timeout_s, within_s=within_s, quarantined=caught))
     if as_json:
         typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
     if wanted is not None and not found:

@@ -49,7 +49,7 @@ def top(
         if console.is_terminal and not console.is_dumb_terminal:
             asyncio.run(_watch(config, model, console, interval_s=interval))
         else:
-            print_status(config, model, "top")
+            print_status(config, model, "top", within_s=_ALL_SERVERS_S)
 
 
 class Rates:

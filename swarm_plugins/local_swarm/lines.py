@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -18,6 +18,7 @@ class Ports(msgspec.Struct, frozen=True):
     """``for_servers[caller][called]``."""
 
 
+@runtime_checkable
 class Lines(Protocol):
     """Carries the connections to and between servers: the hook by which a `LocalSwarm` gets distance or faults.
 

@@ -72,6 +72,10 @@ class LocalSwarm:
     ) -> None:
         if not all(type(count) is int and count >= 1 for count in (num_servers, replicas)):
             raise ConfigError(f"num_servers and replicas must be at least 1, got {num_servers!r} and {replicas!r}")
+        if link is not None and not isinstance(link, Lines):
+            raise ConfigError(
+                f"invalid link {link!r}: expected an object with the methods of swarm_plugins.local_swarm.Lines"
+            )
         unknown = sorted(set(serve_options) - set(_OPTIONS))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r} of a local swarm; known: {', '.join(_OPTIONS)}")
@@ -156,11 +160,11 @@ class LocalSwarm:
             server.terminate()
         self._servers = []
         self._ports = None
-        if self._link is not None:
-            self._link.close()
         directory, self._directory = self._directory, None
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
+        if self._link is not None:
+            self._link.close()
 
     def __enter__(self) -> LocalSwarm:
         return self.start()

@@ -50,6 +50,10 @@ _PACK_S = 0.5
 _MIN_PACK_TOKENS, _MAX_PACK_TOKENS = 64, 1024
 _PORTION_S = 0.25
 """Batches of training are cut so that a forward through one block takes about this time, a backward a few times it."""
+_NO_FETCHING = (
+    "remote_experts: experts of other servers are asked for as a client does: give SwarmServer(config, fetch_experts="
+    "RemoteShare), from swarm_plugins.remote_experts.owner"
+)
 _GRACE_S = 5.0
 """How long `SwarmServer.close` waits for running requests."""
 
@@ -60,9 +64,14 @@ class SwarmServer:
     Args:
         config: What to serve and how.
         fetch_experts: How experts are asked for that other peers hold. None: `ServeConfig.remote_experts` is refused.
+
+    Raises:
+        ConfigError: If experts of other peers are wanted, and it is not said how they are asked for.
     """
 
     def __init__(self, config: ServeConfig, fetch_experts: FetchExperts | None = None) -> None:
+        if config.remote_experts and fetch_experts is None:
+            raise ConfigError(_NO_FETCHING)
         self.config = config
         self._fetch_experts = fetch_experts
         self._points = Points(config.points_file)
@@ -167,7 +176,7 @@ class SwarmServer:
             return
         if config.remote_experts:
             if self._fetch_experts is None:
-                raise ConfigError("remote_experts needs SwarmServer(config, fetch_experts=RemoteShare)")
+                raise ConfigError(_NO_FETCHING)
             share = self._share = self._fetch_experts(
                 self._presence,
                 weights.version,

@@ -55,6 +55,11 @@ class RunConfig(ReachableConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.host_maddrs and not self.relays:
+            raise ConfigError(
+                "host_maddrs is empty: a peer of a run needs an address to listen on, such as /ip4/0.0.0.0/tcp/0, or a "
+                "relay"
+            )
         for name in ("straggler_s", "poll_s", "dead_s", "transfer_s", "max_norm_ratio", "outer_lr"):
             _check_number(name, getattr(self, name), 0.0, math.inf)
         if self.dead_s < 3 * self.poll_s:
