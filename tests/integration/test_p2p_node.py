@@ -291,9 +291,9 @@ def test_a_node_cannot_be_used_before_start_or_after_close() -> None:
 def test_clients_neither_serve_nor_announce() -> None:
     async def body() -> None:
         async with server() as host, client(*await host.addresses()) as guest:
-            with pytest.raises(ConfigError, match="client mode cannot serve"):
+            with pytest.raises(ConfigError, match="a client cannot serve"):
                 await guest.serve({"rpc_info": echo})
-            with pytest.raises(ConfigError, match="client mode cannot announce"):
+            with pytest.raises(ConfigError, match="a client cannot announce"):
                 await guest.announce(INFO, 10.0)
             with pytest.raises(ConfigError, match="ttl_s must be above 0 and at most 3600, got 7200"):
                 await host.announce(INFO, 7200.0)

@@ -30,6 +30,12 @@ class _Order(msgspec.Struct, frozen=True):
     shut: bool = False
 
 
+def check_num_servers(num_servers: int) -> None:
+    """Raises ConfigError if there are too many servers for links."""
+    if num_servers > MAX_SERVERS:
+        raise ConfigError(f"{num_servers} servers are too many for links: at most {MAX_SERVERS}")
+
+
 class Relay:
     """Puts a `LocalSwarm` at a distance: ``LocalSwarm(..., link=Relay(Link(rtt_ms=100, mbit=100)))``.
 
@@ -48,8 +54,7 @@ class Relay:
         Raises:
             ConfigError: If there are too many servers.
         """
-        if num_servers > MAX_SERVERS:
-            raise ConfigError(f"{num_servers} servers are too many for links: at most {MAX_SERVERS}")
+        check_num_servers(num_servers)
         self._child.start()
         self._child.send(_Setup(num_servers, *self._links))
         return self._child.receive(Ports, timeout_s=_ANSWER_S)

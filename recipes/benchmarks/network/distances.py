@@ -18,6 +18,7 @@ from recipes.benchmarks.network.chat import ANSWER, CHAT, Run, answering
 from recipes.benchmarks.network.models import load_models, swarm_models
 from recipes.benchmarks.pictures import check_picture, picture
 from recipes.benchmarks.links import Link, Relay
+from recipes.benchmarks.links.relay import check_num_servers
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.speculation import Speculation
 from recipes.study.drawing import GOOD, MARK, MUTED, WARM, tidy
@@ -94,6 +95,7 @@ class Distances:
             SwarmError: If the swarm's tokens differ from the local model's.
         """
         check_picture(plot)
+        check_num_servers(self.num_servers)
         # Constructors find settings that are wrong.
         swarms = [self._swarm(*links) for links in self.links]
         report = DistanceReport(command="benchmark network", model=self.directory.resolve().name)
