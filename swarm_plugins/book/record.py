@@ -74,7 +74,7 @@ class PeerRecord:
     failed_at: float = -math.inf
     failure: str = ""
     unkept_tokens: int = 0
-    """Tokens of the smallest batch of which it has not kept the graph; 0: it keeps what it is asked to."""
+    """Tokens of the smallest batch whose graph it has not kept; 0: it keeps what it is asked to."""
     rests: Recent[str, Rest] = field(default_factory=lambda: Recent(_MAX_KINDS))
     """By the peer that its outputs did not reach."""
     lag_s: float = 0.0

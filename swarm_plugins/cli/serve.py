@@ -78,7 +78,7 @@ def serve(
             # It joins its parent's swarm, whatever the environment says.
             settings["initial_peers"] = ()
         if "relays" in settings:
-            # Behind a relay nobody calls a port of this machine.
+            # Behind a relay, no peer calls a port of this machine.
             settings.setdefault("host_maddrs", ())
         config = ServeConfig(
             model=model,
