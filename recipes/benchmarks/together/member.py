@@ -33,30 +33,33 @@ class _Looks(pl.Callback):
         self.adapters: list[list[Tensor]] = []
         self.rounds, self.digest = 0, ""
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        # Before the run is joined: whoever comes late begins with what the others have trained by then.
+        self.look(trainer, pl_module, 0.0)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._began = time.monotonic()
-        self.look(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         passed_s = time.monotonic() - self._began
         if passed_s >= self._job.seconds:
             trainer.should_stop = True  # the last look comes after the end of the run
         elif passed_s >= self._job.seconds * len(self.seconds) / self._job.looks:
-            self.look(trainer, pl_module)
+            self.look(trainer, pl_module, passed_s)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.look(trainer, pl_module)
+        self.look(trainer, pl_module, time.monotonic() - self._began)
         run = trainer.strategy.shared_run
         if run is not None:
             state = run.state
             self.rounds, self.digest = state.round, state.digest.hex()
 
-    def look(self, trainer: Any, module: nn.Module) -> None:
+    def look(self, trainer: Any, module: nn.Module, passed_s: float) -> None:
         """Keeps the adapter of now; of a run, the shared one."""
         run = trainer.strategy.shared_run
         with nullcontext() if run is None else run.shared:
             self.adapters.append([one.detach().clone() for one in _trained(module)])
-        self.seconds.append(time.monotonic() - self._began)
+        self.seconds.append(passed_s)
 
 
 def main() -> None:
