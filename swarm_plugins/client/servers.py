@@ -16,6 +16,7 @@ from swarm_plugins.transport.messages import PushSlot
 
 if TYPE_CHECKING:
     from swarm_plugins.client.calls.call import Caller
+    from swarm_plugins.client.discovery.server_view import ServerView
     from swarm_plugins.client.discovery.view import SwarmView
     from swarm_plugins.client.peers import Peers
 
@@ -33,7 +34,7 @@ class Guard(Protocol):
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer must not be asked at all."""
 
-    def wrap(self, inner: Caller, servers: Servers) -> Caller:
+    def wrap(self, inner: Caller, view: ServerView) -> Caller:
         """Returns a caller that examines answers before they are used."""
 
     async def close(self) -> None:
@@ -55,7 +56,7 @@ class Servers:
         self.guard = guard
         self.digests = DigestCache()
         caller: Caller = Hedged(Handed(Direct(peers)), view)
-        self.caller = caller if guard is None else guard.wrap(caller, self)
+        self.caller = caller if guard is None else guard.wrap(caller, view)
         self._slot_name = secrets.token_urlsafe(16)
         """The same for all calls, so that servers keep their streams to each other."""
         self._slot_steps = itertools.count()

@@ -31,7 +31,7 @@ from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 
 if TYPE_CHECKING:
-    from swarm_plugins.remote_experts.checks import HolderGuard
+    from swarm_plugins.client.servers import Guard
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Holders:
         self,
         peers: Peers,
         view: HolderView,
-        guard: HolderGuard | None = None,
+        guard: Guard | None = None,
         on_answer: Callable[[str, int], None] = lambda peer, rows: None,
     ) -> None:
         self.peers = peers

@@ -6,9 +6,10 @@ A holder has no way to know which expert and which rows are compared.
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.answers import SpanMovedError
-from swarm_plugins.client.calls.call import Answer, Call, Caller
+from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
 from swarm_plugins.offload.held import load_expert
 from swarm_plugins.transport.messages import ExpertsRequest
 from swarm_plugins.transport.server_info import ServerInfo
-from swarm_plugins.verification.checker import CheckedCaller, Checker, Finding, Server, checked_as
+from swarm_plugins.verification.checker import Checker, CheckingGuard, Finding, Server, checked_as
 from swarm_plugins.verification.local_blocks import Kind, UncheckableError
 from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.verification.recompute import NUDGES, nudged_hidden, packed
@@ -50,8 +51,8 @@ class _Sample(NamedTuple):
     """``[n, D]``."""
 
 
-class HolderGuard:
-    """Examines answers of the holders that one owner asks; leaves out those in quarantine.
+class HolderGuard(CheckingGuard):
+    """Examines answers of the holders that one owner asks; leaves out those in quarantine; see `Guard`.
 
     Args:
         checker: Keeps the books.
@@ -61,7 +62,7 @@ class HolderGuard:
     """
 
     def __init__(self, checker: Checker, peers: Peers, model: str | Path, version: ModelVersion) -> None:
-        self.checker = checker
+        super().__init__(checker)
         self._peers = peers
         self._model = model
         self._version = version
@@ -69,51 +70,31 @@ class HolderGuard:
         self._lock = threading.Lock()
         """One expert is in memory at a time."""
 
-    def is_excluded(self, peer: str) -> bool:
-        """Returns whether a holder is in quarantine."""
-        return peer in self.checker.quarantine
+    async def examine(self, call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo, view: ServerView) -> None:
+        """Checks an answer, or not; see `CheckingGuard`."""
+        what = "experts" if answer.request.grad is None else "gradients of experts"
+        server = checked_as(answer.peer, what, info)
+        when = self.checker.when(server)
+        if when == "never":
+            return
+        # The answer is its caller's from here on; the request's tensors are the owner's.
+        rows, sample = answer.response.rows.clone(), _sample(answer.request)
+        await self.checker.run(server, when, functools.partial(self._found, server, info, answer.request, rows, sample))
 
-    def wrap(self, inner: Caller, view: ServerView) -> Caller:
-        """Returns a caller that examines answers before they are used."""
-
-        async def examine(_: Call[Any, Any], answer: Answer[Any, Any]) -> None:
-            info = view.said(answer.peer)
-            if info is None:
-                return
-            what = "experts" if answer.request.grad is None else "gradients of experts"
-            server = checked_as(answer.peer, what, info)
-            when = self.checker.when(server)
-            if when == "never":
-                return
-            # The answer is its caller's from here on; the request's tensors are the owner's.
-            found = self._found(server, info, answer.request, answer.response.rows.clone(), _sample(answer.request))
-            await self.checker.run(server, when, found)
-
-        return CheckedCaller(inner, self.checker, examine, view.ban)
-
-    async def close(self) -> None:
-        """Ends the checks in the background. Idempotent."""
-        await self.checker.close()
-
-    def _found(
+    async def _found(
         self, server: Server, info: ServerInfo, request: ExpertsRequest, rows: Tensor, sample: _Sample
-    ) -> Callable[[], Coroutine[Any, Any, Finding]]:
-        async def examine() -> Finding:
-            kind = Kind(info.dtype, info.quantization)
-            try:
-                verdict = await asyncio.to_thread(lambda: self._verdict(kind, request, rows, sample))
-            except (SwarmError, MemoryError, RuntimeError) as exc:
-                raise UncheckableError(one_line(exc)) from exc
-            if verdict.is_wrong:
-                # Its answers are not signed: one that was started anew computes otherwise than it is believed to.
-                now = await self._peers.info(server.peer)
-                if checked_as(server.peer, server.what, now) != server:
-                    raise SpanMovedError(
-                        f"holder {server.peer} was started anew, with other experts or in another type"
-                    )
-            return Finding(verdicts=[verdict], where=f"expert {sample.expert} of block {request.block}")
-
-        return examine
+    ) -> Finding:
+        kind = Kind(info.dtype, info.quantization)
+        try:
+            verdict = await asyncio.to_thread(lambda: self._verdict(kind, request, rows, sample))
+        except (SwarmError, MemoryError, RuntimeError) as exc:
+            raise UncheckableError(one_line(exc)) from exc
+        if verdict.is_wrong:
+            # Its answers are not signed: one that was started anew computes otherwise than it is believed to.
+            now = await self._peers.info(server.peer)
+            if checked_as(server.peer, server.what, now) != server:
+                raise SpanMovedError(f"holder {server.peer} was started anew, with other experts or in another type")
+        return Finding(verdicts=[verdict], where=f"expert {sample.expert} of block {request.block}")
 
     def _verdict(self, kind: Kind, request: ExpertsRequest, answer: Tensor, sample: _Sample) -> Verdict:
         """Compares rows with the same expert here; before a holder is accused, again from nudged rows."""

@@ -7,25 +7,34 @@ al. 2023, section 4).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from swarm_plugins.book import judging
 from swarm_plugins.book.judging import When
 from swarm_plugins.book.record import Checked, PeerBook, Uncheckable
+from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.client.calls.call import Answer, Call, Caller, Request, Response, WrongAnswerError
+from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.errors import SwarmError, one_line
+from swarm_plugins.recent import Recent
 from swarm_plugins.transport.server_info import ServerInfo
-from swarm_plugins.verification.background import BackgroundChecks
+from swarm_plugins.verification.evidence import Evidence, save_evidence
 from swarm_plugins.verification.local_blocks import UncheckableError
 from swarm_plugins.verification.quarantine import Quarantine
+from swarm_plugins.verification.replay import checked
 from swarm_plugins.verification.scores import Verdict
 
 log = logging.getLogger(__name__)
+
+_MAX_WAITING = 4
+"""Checks in the background."""
 
 
 class Server(NamedTuple):
@@ -54,38 +63,41 @@ class Finding:
     """What was checked, for messages."""
     others: tuple[str, ...] = ()
     """Servers whose word the verdicts rest on; none: the checkpoint's."""
-    save: Callable[[str], str] = lambda reason: ""
-    """Saves what shows a third party that the answer is wrong; returns the file, empty if there is none."""
+    evidence: Callable[..., Evidence | None] = lambda model, reason: None
+    """Takes the model version and the reason; returns what shows a third party that the answer is wrong, if anything
+    does."""
 
 
 class Checker:
-    """Keeps the books of checks.
+    """Keeps the books of checks, and runs some of them beside the work of those who use the answers.
 
     Args:
         book: What is known of the servers.
         quarantine: Where caught servers are listed.
         model: The model version, for that.
+        evidence: Folder for what servers were caught with. None: the user's.
     """
 
-    def __init__(self, book: PeerBook, quarantine: Quarantine, *, model: str) -> None:
+    def __init__(self, book: PeerBook, quarantine: Quarantine, *, model: str, evidence: Path | None = None) -> None:
         self.quarantine = quarantine
-        self.checked: Counter[str] = Counter()
+        self.checked: Recent[str, int] = Recent()
         """Checks that came to a result, by peer."""
         self.chance: Callable[[], float] = secrets.SystemRandom().random
         """Returns a number in [0, 1) that servers cannot foresee."""
         self._book = book
         self._model = model
-        self._background = BackgroundChecks()
+        self._folder = evidence or default_cache() / "evidence"
+        self._running: set[asyncio.Task[None]] = set()
 
     @property
     def is_busy(self) -> bool:
         """Whether checks are under way in the background."""
-        return self._background.is_busy
+        return bool(self._running)
 
     @property
     def is_full(self) -> bool:
         """Whether so many checks are under way that an answer should rather wait for its own."""
-        return self._background.is_full
+        return len(self._running) >= _MAX_WAITING
 
     def when(self, server: Server) -> When:
         """Returns when to check the next answer of a server."""
@@ -100,11 +112,21 @@ class Checker:
         """Checks an answer, before it is used or in the background; raises SwarmError if it must not be used."""
         if when == "never":
             return
-        check = self._check(server, examine)
-        if when == "before" or self._background.is_full:
-            await check
-        else:
-            self._background.start(check, f"check {server.what} of {server.peer}")
+        if when == "before" or self.is_full:
+            await self._check(server, examine)
+            return
+        name = f"check {server.what} of {server.peer}"
+        task = asyncio.create_task(self._check_quietly(server, examine), name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _check_quietly(self, server: Server, examine: Callable[[], Awaitable[Finding]]) -> None:
+        try:
+            await self._check(server, examine)
+        except WrongAnswerError as exc:
+            log.warning("an answer that has already been used was wrong: %s", exc)
+        except SwarmError as exc:
+            log.warning("an answer that has already been used could not be checked: %s", exc)
 
     async def _check(self, server: Server, examine: Callable[[], Awaitable[Finding]]) -> None:
         try:
@@ -121,7 +143,7 @@ class Checker:
     def _judge(self, server: Server, finding: Finding) -> None:
         if not finding.verdicts:
             return
-        self.checked[server.peer] += 1
+        self.checked[server.peer] = self.checked.get(server.peer, 0) + 1
         wrong = next((verdict for verdict in finding.verdicts if verdict.is_wrong), None)
         self._book.observe(server.peer, Checked(server[1:], is_right=wrong is None))
         if wrong is None:
@@ -130,9 +152,25 @@ class Checker:
         if finding.others:
             others = ", ".join(finding.others)
             raise WrongAnswerError(f"server {server.peer} gave another answer than {others}: {reason}")
-        self.quarantine.add(server.peer, model=self._model, reason=reason, evidence=finding.save(reason))
+        self.quarantine.add(
+            server.peer, model=self._model, reason=reason, evidence=self._saved(server.peer, finding, reason)
+        )
         log.warning("server %s is quarantined for a day: %s", server.peer, reason)
         raise WrongAnswerError(f"server {server.peer} gave a wrong answer and is quarantined: {reason}")
+
+    def _saved(self, peer: str, finding: Finding, reason: str) -> str:
+        """Saves the evidence of a wrong answer; returns its file, or nothing if there is none."""
+        evidence = finding.evidence(model=self._model, reason=reason)
+        if evidence is None:
+            return ""
+        try:
+            checked(evidence)
+            return str(save_evidence(self._folder, evidence).resolve())
+        except SwarmError as exc:
+            log.warning("no evidence against %s is saved, it would convince nobody: %s", peer, one_line(exc))
+        except OSError as exc:
+            log.warning("cannot save the evidence against %s to %s: %s", peer, self._folder, one_line(exc))
+        return ""
 
     def say_unchecked(self, server: Server, exc: SwarmError) -> None:
         """Notes that a server's answers cannot be checked now, and says so once."""
@@ -142,30 +180,50 @@ class Checker:
 
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""
-        await self._background.close()
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+class CheckingGuard(ABC):
+    """Examines answers of the servers of one model, and leaves out those in quarantine; see `Guard`.
+
+    Args:
+        checker: Keeps the books.
+    """
+
+    def __init__(self, checker: Checker) -> None:
+        self.checker = checker
+
+    def is_excluded(self, peer: str) -> bool:
+        """Returns whether a peer is in quarantine."""
+        return peer in self.checker.quarantine
+
+    def wrap(self, inner: Caller, view: ServerView) -> Caller:
+        """Returns a caller that examines answers before they are used."""
+        return CheckedCaller(inner, view, self)
+
+    @abstractmethod
+    async def examine(self, call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo, view: ServerView) -> None:
+        """Checks an answer of a server that says ``info`` of itself, or not.
+
+        Raises:
+            SwarmError: If the answer must not be used.
+        """
+
+    async def close(self) -> None:
+        """Ends the checks in the background. Idempotent."""
+        await self.checker.close()
 
 
 class CheckedCaller:
-    """Examines answers before they are used; see `Caller`.
+    """Has a guard examine answers before they are used; see `Caller`."""
 
-    Args:
-        inner: Asks servers.
-        checker: Lists those that were caught.
-        examine: Checks an answer, or not; raises SwarmError if it must not be used.
-        ban: Leaves out a replica with a wrong answer.
-    """
-
-    def __init__(
-        self,
-        inner: Caller,
-        checker: Checker,
-        examine: Callable[[Call[Any, Any], Answer[Any, Any]], Awaitable[None]],
-        ban: Callable[[str, BaseException], None],
-    ) -> None:
+    def __init__(self, inner: Caller, view: ServerView, guard: CheckingGuard) -> None:
         self._inner = inner
-        self._checker = checker
-        self._examine = examine
-        self._ban = ban
+        self._view = view
+        self._guard = guard
 
     async def ask(self, call: Call[Request, Response], peer: str) -> Answer[Request, Response]:
         """Asks a server; a replica's wrong answer is not the server's fault, which is asked again."""
@@ -173,12 +231,14 @@ class CheckedCaller:
             answer = await self._inner.ask(call, peer)
             try:
                 # It may have been caught meanwhile, by a check in the background or by another client.
-                if answer.peer in self._checker.quarantine:
+                if self._guard.is_excluded(answer.peer):
                     raise WrongAnswerError(f"server {answer.peer} is in quarantine")
-                await self._examine(call, answer)
+                info = self._view.said(answer.peer)
+                if info is not None:
+                    await self._guard.examine(call, answer, info, self._view)
             except SwarmError as exc:
                 if answer.peer == peer:
                     raise
-                self._ban(answer.peer, exc)
+                self._view.ban(answer.peer, exc)
             else:
                 return answer

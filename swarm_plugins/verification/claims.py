@@ -1,83 +1,192 @@
-"""Answers as they are examined: each with what was asked, and what the server says of itself."""
+"""What a server claims by an answer, as it is examined here, and by a third party that replays evidence."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from swarm_plugins.block_io import LoadedAdapter
+import torch
+from torch import Tensor
+
+from swarm_plugins.adapter_spec import adapter_digest
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
+from swarm_plugins.client.answers import SpanMovedError
 from swarm_plugins.client.calls.call import Answer, Call
-from swarm_plugins.client.sessions.history import History
-from swarm_plugins.client.sessions.span import SentSession, StepCall
 from swarm_plugins.client.training.spans import BackwardCall, ForwardCall
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
+    Codec,
     ForwardRequest,
     ForwardResponse,
-    SessionStep,
-    SessionStepResponse,
+    Message,
+    Receipt,
 )
+from swarm_plugins.transport.receipts import check_receipt
+from swarm_plugins.transport.wire import decode, encode
+from swarm_plugins.verification.local_blocks import Kind
+from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 
 if TYPE_CHECKING:
     from swarm_plugins.transport.server_info import ServerInfo
 
+M = TypeVar("M", bound=Message)
+
 
 @dataclass(frozen=True, kw_only=True)
-class _Claim:
-    """What all answers have."""
+class Claim:
+    """A server's answer to a forward, or to the backward that belongs to it."""
 
     peer: str
-    info: ServerInfo
-    """What the server says about itself."""
-    adapters: tuple[LoadedAdapter, ...]
-    """The adapters that the request names, in order; their tensors change with the next optimizer step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardClaim(_Claim):
-    """The answer to a forward of one span."""
-
-    request: ForwardRequest
-    response: ForwardResponse
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardClaim(_Claim):
-    """The answer to a backward of one span."""
-
+    kind: Kind
+    """How the server says that it computes."""
+    adapters: tuple[LoadedAdapter, ...] = ()
+    """The adapters that the forward names, in order."""
     forward: ForwardRequest
-    """The forward that the gradients belong to."""
     outputs: ForwardResponse
-    """The answer to it: of the same server, if ``request`` names its graph, else perhaps of another one."""
-    request: BackwardRequest
-    response: BackwardResponse
+    """The answer to the forward: before a backward that does not name its graph, perhaps of another server."""
+    backward: tuple[BackwardRequest, BackwardResponse] | None = None
+    """None: the claim is about the forward."""
+
+    @classmethod
+    def of(cls, call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo) -> Claim:
+        """Returns what a server claims by its answer to a forward or a backward."""
+        peer, request, response = answer
+        kind = Kind(info.dtype, info.quantization)
+        if isinstance(call, ForwardCall):
+            return cls(peer=peer, kind=kind, adapters=call.adapters, forward=request, outputs=response)
+        if isinstance(call, BackwardCall):
+            return cls(
+                peer=peer,
+                kind=kind,
+                adapters=call.adapters,
+                forward=call.run.request,
+                outputs=call.run.response,
+                backward=(request, response),
+            )
+        raise TypeError(f"cannot examine a {type(call).__name__}")
+
+    @property
+    def what(self) -> str:
+        """What was asked."""
+        return "forward" if self.backward is None else "backward"
+
+    @property
+    def blocks(self) -> range:
+        """The blocks that ran."""
+        return range(self.forward.start, self.forward.end)
+
+    @property
+    def codec(self) -> Codec:
+        """How the answer was packed."""
+        return self.forward.reply_codec if self.backward is None else self.backward[0].reply_codec
+
+    @property
+    def is_as_sent(self) -> bool:
+        """Whether the adapters are still those that the request names: a training step may have changed them."""
+        return all(adapter_digest(one.spec, one.tensors) == one.digest for one in self.adapters)
+
+    def as_sent(self) -> Claim:
+        """Returns copies of all: messages as they were on the other end of the wire, adapters as they are now."""
+        forward_codec, backward = self.codec, None
+        if self.backward is not None:
+            request, response = self.backward
+            backward = travelled(request, self.codec), travelled(response, "none")
+            if request.forward is None:  # of a kept graph, which travelled as it said itself
+                forward_codec = self.forward.reply_codec
+        return replace(
+            self,
+            adapters=copied(self.adapters),
+            forward=travelled(self.forward, forward_codec),
+            outputs=travelled(self.outputs, "none"),
+            backward=backward,
+        )
+
+    def check_receipts(self) -> Receipt:
+        """Returns what the server has signed with its answer.
+
+        Raises:
+            ProtocolError: If it has not signed it, or of a kept graph, the answer to the forward.
+        """
+        if self.backward is None:
+            return check_receipt(self.peer, self.forward, self.outputs)
+        request, response = self.backward
+        if request.forward is None:
+            check_receipt(self.peer, self.forward, self.outputs)
+        return check_receipt(self.peer, request, response)
+
+    def inputs(self) -> SpanInputs:
+        """Returns the inputs of the forward in the server's type."""
+        request, dtype = self.forward, self.kind.torch_dtype
+        return SpanInputs(
+            blocks=self.blocks,
+            hidden=request.hidden.to(dtype),
+            position_ids=request.position_ids,
+            attention_mask=request.attention_mask,
+            adapters=AdapterUse(adapters=self.adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
+            prefix=tuple(tensor.to(dtype) for tensor in request.prefix),
+        )
+
+    def results(self) -> list[Tensor]:
+        """Returns the answer's tensors: outputs of the last blocks; or the input's gradient, then all others."""
+        if self.backward is None:
+            return [*self.outputs.hidden_states, self.outputs.hidden]
+        found = self.backward[1]
+        hidden = torch.zeros_like(self.forward.hidden) if found.grad_hidden is None else found.grad_hidden
+        return [hidden, *found.grad_adapters, *found.grad_prefix]
+
+    def comparison(self, *, is_mixture: bool) -> Comparison:
+        """Returns how to compare the answer."""
+        wire = str(self.forward.hidden.dtype).removeprefix("torch.")
+        return Comparison(
+            precision=coarsest([self.kind.precision, wire, self.forward.reply_codec]),
+            is_mixture=is_mixture,
+            num_blocks=len(self.blocks),
+            mask=self.forward.attention_mask,
+        )
+
+    def verdicts(
+        self, expected: Sequence[Tensor], nudged: Sequence[Sequence[Tensor]] = (), *, is_mixture: bool
+    ) -> list[Verdict]:
+        """Compares the answer with the results of others, of all blocks if they have those."""
+        comparison, claimed = self.comparison(is_mixture=is_mixture), self.results()
+        found: list[Verdict | None] = []
+        if self.backward is None:
+            here = list(zip(expected, *nudged, strict=True))[-len(claimed) :]
+            for output, (one, *moved) in zip(claimed, here, strict=True):
+                found.append(comparison.outputs(self.forward.hidden, output, one, moved))
+            return known(found)
+        if self.backward[1].grad_hidden is not None:
+            found.append(comparison.gradients(claimed[0], expected[0], [one[0] for one in nudged]))
+        if claimed[1:]:
+            rest = [one[1:] for one in nudged]
+            found.append(comparison.parameters(claimed[1:], expected[1:], rest, hidden=expected[0]))
+        return known(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepClaim(_Claim):
-    """The answer to a step of a session."""
-
-    history: History
-    """All steps that the session on this server holds; the last one is this step."""
-    sent: SentSession | None
-    """The messages behind them, with this step's. None: the session is a fork, or its cache has been changed."""
-    request: SessionStep
-    response: SessionStepResponse
+def known(verdicts: Sequence[Verdict | None]) -> list[Verdict]:
+    """Returns the verdicts of comparisons that came to one."""
+    return [verdict for verdict in verdicts if verdict is not None]
 
 
-def claim_of(
-    call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo
-) -> ForwardClaim | BackwardClaim | StepClaim:
-    """Returns what a server claims by an answer."""
-    peer, request, response = answer
-    what: dict[str, Any] = {
-        "peer": peer, "info": info, "adapters": call.adapters, "request": request, "response": response
-    }  # fmt: skip
-    if isinstance(call, ForwardCall):
-        return ForwardClaim(**what)
-    if isinstance(call, BackwardCall):
-        return BackwardClaim(**what, forward=call.run.request, outputs=call.run.response)
-    if isinstance(call, StepCall):
-        return StepClaim(**what, history=call.session.history, sent=call.session.sent)
-    raise TypeError(f"cannot examine a {type(call).__name__}")
+def copied(adapters: Sequence[LoadedAdapter]) -> tuple[LoadedAdapter, ...]:
+    """Returns copies of adapters on the CPU: those in training change in place."""
+    return tuple(one.map(lambda tensor: tensor.detach().to("cpu", copy=True)) for one in adapters)
+
+
+def check_kind(peer: str, receipt: Receipt, version: str, kind: Kind) -> None:
+    """Checks that a server has signed for the blocks that it is asked for, and believed to have.
+
+    Raises:
+        SpanMovedError: If it has not: perhaps it was started anew with other settings, which it is to be asked for.
+    """
+    signed = (receipt.version, receipt.dtype, receipt.quantization)
+    said = (version, kind.dtype, kind.quantization)
+    if signed != said:
+        raise SpanMovedError(f"server {peer} signed for {signed}, it is asked for and announces {said}")
+
+
+def travelled(message: M, codec: Codec) -> M:
+    """Returns a copy of a message as it is on the other end of the wire."""
+    return cast(M, decode(b"".join(encode(message, codec=codec))))

@@ -10,9 +10,8 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,8 +27,7 @@ from swarm_plugins.transport.messages import (
     SessionStepResponse,
 )
 from swarm_plugins.transport.wire import encode
-from swarm_plugins.verification.claims import BackwardClaim, ForwardClaim
-from swarm_plugins.verification.recompute import Asked
+from swarm_plugins.verification.claims import Claim
 
 if TYPE_CHECKING:
     from swarm_plugins.verification.openings import Opening
@@ -85,54 +83,69 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What the server has opened, if only some blocks were computed again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Witnessed:
-    """A session with wrong answers, as its client has it."""
-
-    opened: SessionOpen
-    steps: Sequence[SessionStep]
-    """As they arrived at the server."""
-    answers: Sequence[SessionStepResponse]
-    """To the last steps."""
-    adapters: tuple[LoadedAdapter, ...]
-    """All that the steps name."""
-    opening: Opening | None = None
-    """What the server has opened of the forward that repeats the session, if it was not computed here."""
-
-
-def evidence_of(
-    call: ForwardClaim | BackwardClaim, asked: Asked, opening: Opening | None = None, *, model: str, reason: str
-) -> Evidence:
-    """Returns the evidence of a wrong answer."""
-    about: dict[str, Any] = {"peer": call.peer, "model": model, "reason": reason}
-    if isinstance(call, ForwardClaim):
-        about |= {"request": _frame(call.request), "answer": _frame(call.response)}
-    else:
-        about |= {"request": _frame(call.forward), "answer": _frame(call.outputs)}
-        about["backward"] = _frame(call.request), _frame(call.response)
-    return _evidence(asked.adapters, opening, **about)
-
-
-def evidence_of_session(peer: str, found: Witnessed, *, model: str, reason: str) -> Evidence:
-    """Returns the evidence of a wrong step of a session."""
-    frames = SessionFrames(opened=_frame(found.opened), steps=_frames(found.steps), answers=_frames(found.answers))
-    return _evidence(found.adapters, found.opening, session=frames, peer=peer, model=model, reason=reason)
-
-
-def _evidence(adapters: Sequence[LoadedAdapter], opening: Opening | None, **about: Any) -> Evidence:
-    uploads = [AdapterUpload(digest=one.digest, spec=one.spec, tensors=one.tensors) for one in adapters]
-    opened = (
-        None
-        if opening is None
-        else OpenedFrames(
-            request=_frame(opening.request),
-            commitment=_frame(opening.commitment),
-            blocks=opening.blocks,
-            indices=tuple(opening.states),
-            states=_frame(OpenedStates(states=tuple(opening.states.values()))),
-        )
+def evidence_of(claim: Claim, opening: Opening | None, *, model: str, reason: str) -> Evidence:
+    """Returns the evidence of a wrong answer; ``opening`` is what the server has opened, if not all was computed."""
+    return Evidence(
+        peer=claim.peer,
+        model=model,
+        reason=reason,
+        at=time.time(),
+        request=_frame(claim.forward),
+        answer=_frame(claim.outputs),
+        adapters=_uploads(claim.adapters),
+        backward=None if claim.backward is None else (_frame(claim.backward[0]), _frame(claim.backward[1])),
+        opening=_opened(opening),
     )
-    return Evidence(at=time.time(), adapters=_frames(uploads), opening=opened, **about)
+
+
+def evidence_of_session(
+    peer: str,
+    opened: SessionOpen,
+    steps: Sequence[SessionStep],
+    answers: Sequence[SessionStepResponse],
+    adapters: Sequence[LoadedAdapter],
+    opening: Opening | None = None,
+    *,
+    model: str,
+    reason: str,
+) -> Evidence:
+    """Returns the evidence of a wrong step of a session.
+
+    Args:
+        peer: The server.
+        opened: The session's opening.
+        steps: All steps, as they arrived at the server.
+        answers: To the last steps.
+        adapters: All that the steps name.
+        opening: What the server has opened of the forward that repeats the session, if it was not computed here.
+        model: Model version.
+        reason: What is wrong.
+    """
+    return Evidence(
+        peer=peer,
+        model=model,
+        reason=reason,
+        at=time.time(),
+        adapters=_uploads(adapters),
+        session=SessionFrames(opened=_frame(opened), steps=_frames(steps), answers=_frames(answers)),
+        opening=_opened(opening),
+    )
+
+
+def _uploads(adapters: Sequence[LoadedAdapter]) -> tuple[bytes, ...]:
+    return _frames([AdapterUpload(digest=one.digest, spec=one.spec, tensors=one.tensors) for one in adapters])
+
+
+def _opened(opening: Opening | None) -> OpenedFrames | None:
+    if opening is None:
+        return None
+    return OpenedFrames(
+        request=_frame(opening.request),
+        commitment=_frame(opening.commitment),
+        blocks=opening.blocks,
+        indices=tuple(opening.states),
+        states=_frame(OpenedStates(states=tuple(opening.states.values()))),
+    )
 
 
 def save_evidence(folder: Path, evidence: Evidence) -> Path:

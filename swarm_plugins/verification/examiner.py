@@ -6,238 +6,230 @@ import functools
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import msgspec
-import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse
-from swarm_plugins.client.calls.call import WrongAnswerError
+from swarm_plugins.client.calls.call import Answer, WrongAnswerError
+from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.servers import NONCE_BYTES
+from swarm_plugins.client.sessions.span import SentSession, StepCall
 from swarm_plugins.errors import CapacityError, SwarmError, one_line
 from swarm_plugins.transport.messages import (
-    BackwardRequest,
     BackwardResponse,
+    ForwardRequest,
     ForwardResponse,
     SessionStep,
+    SessionStepResponse,
 )
 from swarm_plugins.transport.receipts import check_step_receipt, history_after
-from swarm_plugins.verification.claims import BackwardClaim, ForwardClaim, StepClaim
-from swarm_plugins.verification.evidence import Witnessed
+from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.verification.checker import Finding
+from swarm_plugins.verification.claims import Claim, check_kind, copied, travelled
+from swarm_plugins.verification.evidence import evidence_of, evidence_of_session
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 from swarm_plugins.verification.openings import Opening, open_blocks
-from swarm_plugins.verification.recompute import (
-    Asked,
-    backward_verdicts,
-    check_kind,
-    forward_verdicts,
-    recompute_backward,
-    recompute_forward,
-    recompute_opened,
-    travelled,
-)
+from swarm_plugins.verification.recompute import recompute
 from swarm_plugins.verification.repeated import check_repeatable, repeated_forward, session_history
 from swarm_plugins.verification.scores import Verdict
 
-if TYPE_CHECKING:
-    from swarm_plugins.client.servers import Servers
-
 log = logging.getLogger(__name__)
 
-_Response = ForwardResponse | BackwardResponse
 _MAX_OTHERS = 2
 """Servers that are asked the same; the second one decides whom of the first two to doubt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The result of a check."""
-
-    verdicts: list[Verdict]
-    opening: Opening | None = None
-    """What the server has opened, if only some blocks were computed here."""
-    others: tuple[str, ...] = ()
-    """Servers whose word the verdicts rest on; none: the checkpoint's."""
 
 
 class Examiner:
     """Checks answers.
 
     Args:
-        servers: Servers of the model, to open blocks or to ask the same.
+        view: Servers of the model, to open blocks or to ask the same.
         blocks: Computes blocks here.
     """
 
-    def __init__(self, servers: Servers, blocks: LocalBlocks) -> None:
-        self._servers = servers
+    def __init__(self, view: ServerView, blocks: LocalBlocks) -> None:
+        self._view = view
         self._blocks = blocks
 
-    async def examine(self, call: ForwardClaim | BackwardClaim, asked: Asked) -> Found:
-        """Checks an answer.
+    async def examine(self, claim: Claim) -> Finding:
+        """Checks the answer to a forward or a backward.
 
         Raises:
             UncheckableError: If that is not possible now.
             SwarmError: If the server does not open what it has answered.
         """
-        num_blocks = asked.request.end - asked.request.start
+        num_blocks, opening, grad = len(claim.blocks), None, None
         try:
-            if num_blocks == 1 or await self._blocks.can_hold(num_blocks):
-                if isinstance(call, ForwardClaim):
-                    return Found(verdicts=await recompute_forward(asked, call.response, self._blocks))
-                return Found(verdicts=await recompute_backward(asked, call.request, call.response, self._blocks))
+            is_small = num_blocks == 1 or await self._blocks.can_hold(num_blocks)
         except SwarmError as exc:
-            return await self._elsewhere(call, asked, exc)
-        if isinstance(call, BackwardClaim) and (call.request.grad_hidden_states or call.request.grad_router_logits):
-            # These gradients enter between the blocks, where the server would have to know them to commit.
-            return await self._elsewhere(call, asked, UncheckableError("gradients of inner states cannot be opened"))
-        grad = None if isinstance(call, ForwardClaim) else call.request.grad_hidden
+            return await self._elsewhere(claim, exc)
+        if claim.backward is not None and not is_small:
+            request = claim.backward[0]
+            if request.grad_hidden_states or request.grad_router_logits:
+                # These gradients enter between the blocks, where the server would have to know them to commit.
+                return await self._elsewhere(claim, UncheckableError("gradients of inner states cannot be opened"))
+            grad = request.grad_hidden
         try:
-            opening = await self._opened(call.peer, asked, grad)
+            if not is_small:
+                opening = await self._opened(claim, grad)
         except CapacityError as exc:
             # All states between the blocks take more memory than the answer did.
-            return await self._elsewhere(call, asked, exc)
+            return await self._elsewhere(claim, exc)
         try:
-            return Found(verdicts=await recompute_opened(asked, call.response, opening, self._blocks), opening=opening)
+            verdicts = await recompute(claim, opening, self._blocks)
         except SwarmError as exc:
-            return await self._elsewhere(call, asked, exc)
+            return await self._elsewhere(claim, exc)
+        evidence = functools.partial(evidence_of, claim, opening)
+        return Finding(verdicts=verdicts, where=where(claim.blocks), evidence=evidence)
 
-    async def examine_session(self, call: StepClaim) -> tuple[list[Verdict], Witnessed | None]:
+    async def examine_session(
+        self,
+        call: StepCall,
+        answer: Answer[SessionStep, SessionStepResponse],
+        info: ServerInfo,
+        sent: SentSession | None,
+    ) -> Finding:
         """Checks a step of a session by two opened blocks: has the server repeat the session as one forward.
 
-        Returns:
-            The verdicts, and what shows them to a third party, if the receipts do.
+        Args:
+            call: The step.
+            answer: The server's answer.
+            info: What the server says about itself.
+            sent: All messages of the session. None: it is a fork, or its cache has been changed.
 
         Raises:
             UncheckableError: If the session cannot be repeated as one forward: it began with a prefix, its adapters
                 changed, or it is longer than what the server takes at once.
             SwarmError: If the server does not open the forward.
         """
-        info, step, arrived = call.info, call.request, _arrived(call)
-        kind, version = Kind(info.dtype, info.quantization), self._servers.view.version.key
-        before, history = b"", call.history
-        if call.sent is not None:
-            use = AdapterUse(adapters=call.adapters, rows=step.adapter_rows)
-            before = history_after(call.sent.opened, arrived[:-1])
-            history = session_history(call.sent.opened, ((one, use) for one in arrived))
-        receipt, after = check_step_receipt(call.peer, arrived[-1], call.response, before)
-        check_kind(call.peer, receipt, version, kind)
+        arrived, history = _arrived(answer.request, sent), call.session.history
+        kind, version, before = Kind(info.dtype, info.quantization), self._view.version.key, b""
+        if sent is not None:
+            use = AdapterUse(adapters=call.adapters, rows=answer.request.adapter_rows)
+            before = history_after(sent.opened, arrived[:-1])
+            history = session_history(sent.opened, ((one, use) for one in arrived))
+        receipt, after = check_step_receipt(answer.peer, arrived[-1], answer.response, before)
+        check_kind(answer.peer, receipt, version, kind)
         forward = repeated_forward(history, arrived[-1], version)
         num_tokens = forward.hidden.shape[0] * forward.hidden.shape[1]
         if 0 < info.max_batch_tokens < num_tokens:
             raise UncheckableError(f"{num_tokens} tokens are more than the server takes at once")
         if len(history.steps) > 1:
             await check_repeatable(forward.start, kind, self._blocks)
-        asked = Asked(forward, call.adapters, kind)
-        if not asked.is_as_sent:
+        response = travelled(answer.response, "none")
+        claim = Claim(
+            peer=answer.peer,
+            kind=kind,
+            adapters=copied(call.adapters),
+            forward=forward,
+            outputs=ForwardResponse(hidden=response.hidden),
+        )
+        if not claim.is_as_sent:
             raise UncheckableError("the session's adapters have changed since")
-        answer = travelled(call.response, "none")
         try:
-            opening = await self._opened(call.peer, asked, None)
+            opening = await self._opened(claim, None)
         except CapacityError as exc:
             raise UncheckableError(one_line(exc)) from exc
         try:
-            verdicts = await recompute_opened(asked, ForwardResponse(hidden=answer.hidden), opening, self._blocks)
+            verdicts = await recompute(claim, opening, self._blocks)
         except SwarmError as exc:
             raise UncheckableError(one_line(exc)) from exc
-        if call.sent is None or not after:
-            return verdicts, None
-        found = Witnessed(
-            opened=call.sent.opened, steps=arrived, answers=[answer], adapters=asked.adapters, opening=opening
-        )
-        return verdicts, found
+        found = Finding(verdicts=verdicts, where=where(claim.blocks))
+        if sent is None or not after:
+            return found
+        shown = (answer.peer, sent.opened, arrived, [response], claim.adapters, opening)
+        return replace(found, evidence=functools.partial(evidence_of_session, *shown))
 
-    async def _opened(self, peer: str, asked: Asked, grad: Tensor | None) -> Opening:
-        peers, nonce = self._servers.peers, secrets.token_bytes(NONCE_BYTES)
-        ask = functools.partial(open_blocks, peers, peer, asked.request, grad=grad, nonce=nonce)
-        return await peers.with_adapters(peer, asked.adapters, ask)
+    async def _opened(self, claim: Claim, grad: Tensor | None) -> Opening:
+        peers, nonce = self._view.peers, secrets.token_bytes(NONCE_BYTES)
+        ask = functools.partial(open_blocks, peers, claim.peer, claim.forward, grad=grad, nonce=nonce)
+        return await peers.with_adapters(claim.peer, claim.adapters, ask)
 
-    async def _elsewhere(self, call: ForwardClaim | BackwardClaim, asked: Asked, cause: SwarmError) -> Found:
+    async def _elsewhere(self, claim: Claim, cause: SwarmError) -> Finding:
         """Compares an answer with other servers' until one of them agrees, or two differ from it."""
-        differing: list[tuple[str, _Response]] = []
+        differing: list[Claim] = []
         verdicts: list[Verdict] = []
-        for peer in self._others(call, asked):
+        for peer in self._others(claim):
             try:
-                answer = await self._ask(peer, call, asked)
+                other = await self._asked(peer, claim)
             except SwarmError as exc:
                 log.debug("server %s did not help to check another: %s", peer, exc)
                 continue
-            verdicts = _compared(call, asked, call.response, answer)
+            verdicts = _compared(claim, other)
             if not _is_wrong(verdicts):
                 # Of the others, one is alone against these two.
-                self._leave_out(differing, call.peer)
-                return Found(verdicts=verdicts, others=(*(name for name, _ in differing), peer))
-            differing.append((peer, answer))
+                self._leave_out(differing, claim.peer)
+                return _found_elsewhere(claim, verdicts, [*differing, other])
+            differing.append(other)
             if len(differing) == _MAX_OTHERS:
                 break
         if not differing:
             raise UncheckableError(f"{one_line(cause)}; and no other server of the same kind holds these blocks")
-        (_, first), (_, last) = differing[0], differing[-1]
-        if first is last or _is_wrong(_compared(call, asked, first, last)):
+        first, last = differing[0], differing[-1]
+        if first is last or _is_wrong(_compared(first, last)):
             # No two agree, so the other may be wrong as well.
-            self._leave_out(differing[:1], call.peer)
-        return Found(verdicts=verdicts, others=tuple(name for name, _ in differing))
+            self._leave_out(differing[:1], claim.peer)
+        return _found_elsewhere(claim, verdicts, differing)
 
-    def _leave_out(self, differing: Sequence[tuple[str, _Response]], from_whom: str) -> None:
-        for peer, _ in differing:
-            self._servers.view.ban(peer, WrongAnswerError(f"server {peer} differs from {from_whom}"))
+    def _leave_out(self, differing: Sequence[Claim], from_whom: str) -> None:
+        for other in differing:
+            self._view.ban(other.peer, WrongAnswerError(f"server {other.peer} differs from {from_whom}"))
 
-    def _others(self, call: ForwardClaim | BackwardClaim, asked: Asked) -> list[str]:
+    def _others(self, claim: Claim) -> list[str]:
         """Returns other servers of the same kind that hold the blocks, in random order."""
-        view, request, kind = self._servers.view, asked.request, asked.kind
-        found = [
-            entry.peer
-            for entry in view.usable({call.peer})
-            if entry.start <= request.start and request.end <= entry.end
-        ]
-        infos = {peer: info for peer in found if (info := view.said(peer)) is not None}
-        same = [
-            peer for peer, info in infos.items() if (info.dtype, info.quantization) == (kind.dtype, kind.quantization)
-        ]
+        same = []
+        for entry in self._view.usable({claim.peer}):
+            info, blocks = self._view.said(entry.peer), claim.blocks
+            is_same = info is not None and Kind(info.dtype, info.quantization) == claim.kind
+            if is_same and entry.start <= blocks.start and blocks.stop <= entry.end:
+                same.append(entry.peer)
         secrets.SystemRandom().shuffle(same)
         return same
 
-    async def _ask(
-        self, peer: str, call: ForwardClaim | BackwardClaim, asked: Asked
-    ) -> ForwardResponse | BackwardResponse:
-        peers = self._servers.peers
-        forward = msgspec.structs.replace(asked.request, keep=False, nonce=secrets.token_bytes(NONCE_BYTES))
-        size = {"units": forward.hidden.shape[:2].numel(), "blocks": forward.end - forward.start}
-        if isinstance(call, ForwardClaim):
-            return await peers.with_adapters(
-                peer, asked.adapters, lambda: peers.request(peer, "rpc_forward", forward, ForwardResponse, **size)
-            )
-        backward: BackwardRequest = msgspec.structs.replace(call.request, ticket=None, forward=forward)
-        return await peers.with_adapters(
-            peer, asked.adapters, lambda: peers.request(peer, "rpc_backward", backward, BackwardResponse, **size)
+    async def _asked(self, peer: str, claim: Claim) -> Claim:
+        """Asks another server the same."""
+        peers = self._view.peers
+        forward: ForwardRequest = msgspec.structs.replace(
+            claim.forward, keep=False, nonce=secrets.token_bytes(NONCE_BYTES)
         )
+        size = {"units": forward.hidden.shape[:2].numel(), "blocks": len(claim.blocks)}
+        if claim.backward is None:
+            outputs = await peers.with_adapters(
+                peer, claim.adapters, lambda: peers.request(peer, "rpc_forward", forward, ForwardResponse, **size)
+            )
+            return replace(claim, peer=peer, outputs=outputs)
+        request = msgspec.structs.replace(claim.backward[0], ticket=None, forward=forward)
+        gradients = await peers.with_adapters(
+            peer, claim.adapters, lambda: peers.request(peer, "rpc_backward", request, BackwardResponse, **size)
+        )
+        return replace(claim, peer=peer, backward=(request, gradients))
 
 
-def _arrived(call: StepClaim) -> list[SessionStep]:
+def _arrived(request: SessionStep, session: SentSession | None) -> list[SessionStep]:
     """Returns the steps of a session as the server got them, or if they are not all known, the last one only."""
-    sent = [call.request] if call.sent is None else call.sent.steps
+    sent = [request] if session is None else session.steps
     # It grows while a check waits for its turn.
-    end = max(index for index, step in enumerate(sent) if step is call.request) + 1
-    named = call.request.adapters, call.request.adapter_rows
+    end = max(index for index, step in enumerate(sent) if step is request) + 1
+    named = request.adapters, request.adapter_rows
     if any((step.adapters, step.adapter_rows) != named for step in sent[:end]):
         raise UncheckableError("the session cannot be repeated as one forward: its adapters have changed")
     return [travelled(step, step.reply_codec) for step in sent[:end]]
 
 
-def _compared(
-    call: ForwardClaim | BackwardClaim,
-    asked: Asked,
-    one: _Response,
-    other: _Response,
-) -> list[Verdict]:
-    if isinstance(one, ForwardResponse) and isinstance(other, ForwardResponse):
-        return forward_verdicts(asked, one, [*other.hidden_states, other.hidden], is_mixture=True)
-    if isinstance(call, BackwardClaim) and isinstance(one, BackwardResponse) and isinstance(other, BackwardResponse):
-        hidden = torch.zeros_like(asked.request.hidden) if other.grad_hidden is None else other.grad_hidden
-        return backward_verdicts(asked, one, [hidden, *other.grad_adapters, *other.grad_prefix], is_mixture=True)
-    return []
+def _compared(one: Claim, other: Claim) -> list[Verdict]:
+    return one.verdicts(other.results(), is_mixture=True)
 
 
-def _is_wrong(verdicts: list[Verdict]) -> bool:
+def _found_elsewhere(claim: Claim, verdicts: Sequence[Verdict], others: Sequence[Claim]) -> Finding:
+    return Finding(verdicts=verdicts, where=where(claim.blocks), others=tuple(other.peer for other in others))
+
+
+def _is_wrong(verdicts: Sequence[Verdict]) -> bool:
     return any(verdict.is_wrong for verdict in verdicts)
+
+
+def where(blocks: range) -> str:
+    """Returns what was checked, for messages."""
+    return f"blocks {blocks.start}:{blocks.stop}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
+from swarm_plugins.client.calls.call import Answer
 from swarm_plugins.client.sessions.history import History
-from swarm_plugins.client.sessions.span import SentSession
+from swarm_plugins.client.sessions.span import SentSession, StepCall
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.messages import SessionStepResponse
+from swarm_plugins.transport.messages import SessionStep, SessionStepResponse
 from swarm_plugins.transport.receipts import check_step_receipt, first_history
-from swarm_plugins.verification.claims import StepClaim
-from swarm_plugins.verification.evidence import Witnessed
+from swarm_plugins.verification.claims import check_kind, copied, travelled
+from swarm_plugins.verification.evidence import Evidence, evidence_of_session
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.recompute import check_kind, travelled
 from swarm_plugins.verification.scores import Verdict
 from swarm_plugins.verification.shadow import Shadow
 
@@ -52,46 +52,46 @@ class FollowedSession:
             one is other for one, other in zip(known, history.steps, strict=False)
         )
 
-    def add(self, call: StepClaim) -> None:
-        """Follows the step that the session has just made.
+    def add(self, call: StepCall, answer: Answer[SessionStep, SessionStepResponse], sent: SentSession | None) -> None:
+        """Follows the step that the session has just made; ``sent`` are its messages, if they are known.
 
         Raises:
             ProtocolError: If the server has not signed its answer, or not for this history.
             SpanMovedError: If it has signed for other blocks than it is believed to have.
         """
-        request = travelled(call.request, call.request.reply_codec)
+        peer, request = answer.peer, travelled(answer.request, answer.request.reply_codec)
         is_first = not self._steps
-        if is_first and call.sent is not None:
-            self._sent, self._history = call.sent, first_history(call.sent.opened)
-        receipt, after = check_step_receipt(call.peer, request, call.response, self._history)
-        check_kind(call.peer, receipt, self.version, self.shadow.kind)
+        if is_first and sent is not None:
+            self._sent, self._history = sent, first_history(sent.opened)
+        receipt, after = check_step_receipt(peer, request, answer.response, self._history)
+        check_kind(peer, receipt, self.version, self.shadow.kind)
         if self._history and not after and not is_first:
-            raise ProtocolError(f"server {call.peer} does not vouch for the session's history any more")
-        self._steps.append(call.history.steps[-1])
+            raise ProtocolError(f"server {peer} does not vouch for the session's history any more")
+        self._steps.append(call.session.history.steps[-1])
         self._history = after
         self._num_vouched += bool(after)
-        use = self._adapters_of(call)
+        use = self._adapters_of(call, request)
         if use is None:
             self.shadow.lose()
         if use is None or self.shadow.is_lost:
             self._answers = []
             return
         # A copy: the answer is its caller's now.
-        answer = travelled(call.response, "none")
-        self._answers.append(answer)
-        self.shadow.add(request, use, answer.hidden)
+        response = travelled(answer.response, "none")
+        self._answers.append(response)
+        self.shadow.add(request, use, response.hidden)
 
-    def _adapters_of(self, call: StepClaim) -> AdapterUse | None:
+    def _adapters_of(self, call: StepCall, request: SessionStep) -> AdapterUse | None:
         """Returns the adapters of a step; None if they have changed since they were named."""
-        named = call.request.adapters, call.request.adapter_rows
+        named = request.adapters, request.adapter_rows
         if self._use is None or self._use[0] != named:
             for one in call.adapters:
                 if one.digest not in self._adapters:
-                    self._adapters[one.digest] = one.map(lambda tensor: tensor.detach().to("cpu", copy=True))
+                    (self._adapters[one.digest],) = copied([one])
             copies = tuple(self._adapters[one.digest] for one in call.adapters)
             if any(adapter_digest(one.spec, one.tensors) != one.digest for one in copies):
                 return None
-            self._use = named, AdapterUse(adapters=copies, rows=call.request.adapter_rows)
+            self._use = named, AdapterUse(adapters=copies, rows=request.adapter_rows)
         return self._use[1]
 
     async def compare(self, blocks: LocalBlocks) -> list[Verdict]:
@@ -106,14 +106,12 @@ class FollowedSession:
             self._num_right = self.shadow.num_compared
         return verdicts
 
-    def witnessed(self) -> Witnessed | None:
+    def evidence(self, peer: str, *, model: str, reason: str) -> Evidence | None:
         """Returns what shows a third party that the steps compared last are wrong; None if the receipts do not."""
         end = self.shadow.num_compared
         if self._sent is None or self._num_vouched < end:
             return None
-        return Witnessed(
-            opened=self._sent.opened,
-            steps=[travelled(step, step.reply_codec) for step in self._sent.steps[:end]],
-            answers=self._answers[: end - self._num_right],
-            adapters=tuple(self._adapters.values()),
-        )
+        steps = [travelled(step, step.reply_codec) for step in self._sent.steps[:end]]
+        answers = self._answers[: end - self._num_right]
+        adapters = tuple(self._adapters.values())
+        return evidence_of_session(peer, self._sent.opened, steps, answers, adapters, model=model, reason=reason)

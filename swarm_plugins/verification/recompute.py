@@ -2,97 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from swarm_plugins.adapter_spec import adapter_digest
-from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
-from swarm_plugins.client.answers import SpanMovedError
-from swarm_plugins.transport.messages import (
-    BackwardRequest,
-    BackwardResponse,
-    Codec,
-    ForwardRequest,
-    ForwardResponse,
-    Message,
-    Receipt,
-)
-from swarm_plugins.transport.wire import decode, encode
-from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
+from swarm_plugins.block_io import LoadedAdapter, SpanInputs
+from swarm_plugins.transport.messages import BackwardResponse, Codec, ForwardResponse
+from swarm_plugins.verification.claims import Claim, known, travelled
+from swarm_plugins.verification.local_blocks import LocalBlocks
+from swarm_plugins.verification.scores import Comparison, Verdict
 
 if TYPE_CHECKING:
     from swarm_plugins.verification.openings import Opening
 
-M = TypeVar("M", bound=Message)
 NUDGES = (1, 2, 3, 4)
 """Seeds of the nudged runs: a near tie that rounding decides falls the other way in one of them."""
 _NUDGE = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """How far an input is nudged: a rounding, of float32 sixteen."""
-
-
-class Asked:
-    """The inputs of a request, as the server got them.
-
-    Args:
-        request: The forward, or the one that a backward belongs to.
-        adapters: The adapters that it names. Copied: those in training change in place.
-        kind: How the server computes.
-    """
-
-    def __init__(self, request: ForwardRequest, adapters: Sequence[LoadedAdapter], kind: Kind) -> None:
-        self.kind = kind
-        self.adapters = tuple(one.map(lambda tensor: tensor.detach().to("cpu", copy=True)) for one in adapters)
-        self.request = request
-        wire = str(request.hidden.dtype).removeprefix("torch.")
-        self.precision = coarsest([kind.precision, wire, request.reply_codec])
-
-    @property
-    def is_as_sent(self) -> bool:
-        """Whether the adapters are still those that the request names: a training step may have changed them."""
-        return all(adapter_digest(one.spec, one.tensors) == one.digest for one in self.adapters)
-
-    def inputs(self) -> SpanInputs:
-        """Returns the inputs in the server's type."""
-        request, dtype = self.request, self.kind.torch_dtype
-        return SpanInputs(
-            blocks=range(request.start, request.end),
-            hidden=request.hidden.to(dtype),
-            position_ids=request.position_ids,
-            attention_mask=request.attention_mask,
-            adapters=AdapterUse(adapters=self.adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
-            prefix=tuple(tensor.to(dtype) for tensor in request.prefix),
-        )
-
-    def comparison(self, *, is_mixture: bool) -> Comparison:
-        """Returns how to compare the answer to the request."""
-        return Comparison(
-            precision=self.precision,
-            is_mixture=is_mixture,
-            num_blocks=self.request.end - self.request.start,
-            mask=self.request.attention_mask,
-        )
-
-
-def check_kind(peer: str, receipt: Receipt, version: str, kind: Kind) -> None:
-    """Checks that a server has signed for the blocks that it is asked for, and believed to have.
-
-    Raises:
-        SpanMovedError: If it has not: perhaps it was started anew with other settings, which it is to be asked for.
-    """
-    signed = (receipt.version, receipt.dtype, receipt.quantization)
-    said = (version, kind.dtype, kind.quantization)
-    if signed != said:
-        raise SpanMovedError(f"server {peer} signed for {signed}, it is asked for and announces {said}")
-
-
-def travelled(message: M, codec: Codec) -> M:
-    """Returns a copy of a message as it is on the other end of the wire."""
-    return cast(M, decode(b"".join(encode(message, codec=codec))))
 
 
 def packed(tensor: Tensor, codec: Codec) -> Tensor:
@@ -100,108 +29,46 @@ def packed(tensor: Tensor, codec: Codec) -> Tensor:
     return tensor if codec == "none" else travelled(ForwardResponse(hidden=tensor), codec).hidden
 
 
-async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: LocalBlocks) -> list[Verdict]:
-    """Compares a forward's answer, inner hidden states included, with the same blocks here.
+async def recompute(claim: Claim, opening: Opening | None, blocks: LocalBlocks) -> list[Verdict]:
+    """Compares an answer with the same blocks here: with all of them, or with those that the server has opened.
 
     Raises:
         SwarmError: If the blocks cannot be read or run here.
     """
-    inputs = asked.inputs()
-
-    async def run(nudge: int) -> list[Tensor]:
-        outputs = await blocks.outputs(_nudged(inputs, nudge), asked.kind)
-        return [packed(one, asked.request.reply_codec) for one in outputs]
-
-    expected = await run(0)
-    is_mixture = blocks.has_experts(inputs.blocks)
-    return await settled(
-        blocks, lambda nudged: forward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
-    )
-
-
-def forward_verdicts(
-    asked: Asked,
-    response: ForwardResponse,
-    expected: Sequence[Tensor],
-    nudged: Sequence[Sequence[Tensor]] = (),
-    *,
-    is_mixture: bool,
-) -> list[Verdict]:
-    """Compares a forward's answer with the outputs of the last blocks, ``[B, S, D]`` each."""
-    claimed = [*response.hidden_states, response.hidden]
-    comparison = asked.comparison(is_mixture=is_mixture)
-    return _known(
-        comparison.outputs(asked.request.hidden, one, *here)
-        for one, here in zip(claimed, _with_nudged(expected, nudged)[-len(claimed) :], strict=True)
-    )
-
-
-async def recompute_backward(
-    asked: Asked, request: BackwardRequest, response: BackwardResponse, blocks: LocalBlocks
-) -> list[Verdict]:
-    """Compares a backward's answer with the gradients of the same blocks here.
-
-    Raises:
-        SwarmError: If the blocks cannot be read or run here.
-    """
-    if request.grad_hidden_states or request.grad_router_logits:
-        return []
-    given = asked.inputs()
-
-    async def run(nudge: int) -> list[Tensor]:
-        inputs = _as_leaves(_nudged(given, nudge))
-        wanted = [
-            inputs.hidden,
-            *(inputs.adapters.tensors if request.needs_adapters else ()),
-            *(inputs.prefix if request.needs_prefix else ()),
-        ]
-        found = await blocks.gradients(inputs, asked.kind, request.grad_hidden, wanted)
-        return [packed(one, request.reply_codec) for one in found]
-
-    expected = await run(0)
-    is_mixture = blocks.has_experts(given.blocks)
-    return await settled(
-        blocks, lambda nudged: backward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
-    )
-
-
-def backward_verdicts(
-    asked: Asked,
-    response: BackwardResponse,
-    expected: Sequence[Tensor],
-    nudged: Sequence[Sequence[Tensor]] = (),
-    *,
-    is_mixture: bool,
-) -> list[Verdict]:
-    """Compares a backward's answer with gradients: of the hidden states, then of what the answer has of the others."""
-    comparison = asked.comparison(is_mixture=is_mixture)
-    found = (*response.grad_adapters, *response.grad_prefix)
-    verdicts = []
-    if response.grad_hidden is not None:
-        verdicts.append(comparison.gradients(response.grad_hidden, expected[0], [one[0] for one in nudged]))
-    if found:
-        rest = [one[1:] for one in nudged]
-        verdicts.append(comparison.parameters(found, expected[1:], rest, hidden=expected[0]))
-    return _known(verdicts)
-
-
-async def recompute_opened(
-    asked: Asked, response: ForwardResponse | BackwardResponse, opening: Opening, blocks: LocalBlocks
-) -> list[Verdict]:
-    """Compares what a server has opened of a forward or backward, block by block, with the same blocks here.
-
-    Raises:
-        SwarmError: If a block cannot be read or run here.
-    """
+    if opening is None:
+        return await _recompute_all(claim, blocks)
     verdicts = []
     for block in opening.blocks:
-        one = _OpenedBlock(asked, opening, block, blocks)
-        if isinstance(response, ForwardResponse):
-            verdicts += await one.output_verdicts(response)
-        else:
-            verdicts += await one.output_verdicts(None)
-            verdicts += await one.gradient_verdicts(response)
+        one = _OpenedBlock(claim, opening, block, blocks)
+        verdicts += await one.output_verdicts()
+        if claim.backward is not None:
+            verdicts += await one.gradient_verdicts(claim.backward[1])
     return verdicts
+
+
+async def _recompute_all(claim: Claim, blocks: LocalBlocks) -> list[Verdict]:
+    request = None if claim.backward is None else claim.backward[0]
+    if request is not None and (request.grad_hidden_states or request.grad_router_logits):
+        return []
+    given = claim.inputs()
+
+    async def run(nudge: int) -> list[Tensor]:
+        inputs = _nudged(given, nudge)
+        if request is None:
+            found = await blocks.outputs(inputs, claim.kind)
+        else:
+            inputs = _as_leaves(inputs)
+            wanted = [
+                inputs.hidden,
+                *(inputs.adapters.tensors if request.needs_adapters else ()),
+                *(inputs.prefix if request.needs_prefix else ()),
+            ]
+            found = await blocks.gradients(inputs, claim.kind, request.grad_hidden, wanted)
+        return [packed(one, claim.codec) for one in found]
+
+    expected = await run(0)
+    is_mixture = blocks.has_experts(claim.blocks)
+    return await settled(blocks, lambda nudged: claim.verdicts(expected, nudged, is_mixture=is_mixture), run)
 
 
 class _OpenedBlock:
@@ -211,32 +78,31 @@ class _OpenedBlock:
     computations of the whole span differ by, and are compared as such.
     """
 
-    def __init__(self, asked: Asked, opening: Opening, block: int, blocks: LocalBlocks) -> None:
-        self._asked = asked
+    def __init__(self, claim: Claim, opening: Opening, block: int, blocks: LocalBlocks) -> None:
+        self._claim = claim
         self._opening = opening
         self._blocks = blocks
-        whole = asked.inputs()
+        whole = claim.inputs()
         self._index = block - whole.blocks.start
         self._last = len(whole.blocks) - 1
         before = opening.states[self._index - 1] if self._index else whole.hidden
         self._whole = whole
         self._inputs = whole.take_blocks(range(block, block + 1), before)
 
-    async def output_verdicts(self, response: ForwardResponse | None) -> list[Verdict]:
-        """Compares the state behind the block, and what an answer says about it."""
-        run, index, verdicts = self._outputs, self._index, []
-        expected = await run(0)
+    async def output_verdicts(self) -> list[Verdict]:
+        """Compares the state behind the block, and what an answer to the forward says about it."""
+        index, verdicts = self._index, []
+        expected = await self._outputs(0)
         pairs: list[tuple[Comparison, Tensor, Tensor, Codec]] = []
         if index < self._last:
             comparison = self._comparison(is_answer=False)
             pairs.append((comparison, self._inputs.hidden, self._opening.states[index], "none"))
-        if response is not None:
-            claimed = [*response.hidden_states, response.hidden]
+        if self._claim.backward is None:
+            claimed = self._claim.results()
             # An answer has the last states only: of all blocks, or of one.
             at = index - self._last + len(claimed) - 1
             if at >= 0:
-                codec = self._asked.request.reply_codec
-                pairs.append((self._comparison(is_answer=True), self._whole.hidden, claimed[at], codec))
+                pairs.append((self._comparison(is_answer=True), self._whole.hidden, claimed[at], self._claim.codec))
         for comparison, hidden, found, codec in pairs:
             tokens = found.shape[1]  # of a session, only the last ones were answered
 
@@ -250,17 +116,17 @@ class _OpenedBlock:
             ) -> list[Verdict]:
                 whole = (expected[0], *(one[0] for one in nudged))
                 here, *moved = (packed(each[:, -tokens:], codec) for each in whole)
-                return _known([comparison.outputs(hidden[:, -tokens:], found, here, moved)])
+                return known([comparison.outputs(hidden[:, -tokens:], found, here, moved)])
 
-            verdicts += await settled(self._blocks, compare, run)
+            verdicts += await settled(self._blocks, compare, self._outputs)
         return verdicts
 
     async def gradient_verdicts(self, response: BackwardResponse) -> list[Verdict]:
         """Compares the gradients of the block's input, of the adapters on it, and of its prefix."""
-        asked, opening, index = self._asked, self._opening, self._index
+        claim, opening, index = self._claim, self._opening, self._index
         on_block = [
             number
-            for number, users in enumerate(_blocks_of(asked.adapters))
+            for number, users in enumerate(_blocks_of(claim.adapters))
             # What several blocks share has the sum of their gradients, which no single block shows.
             if len(users) == 1 and users[0] in self._inputs.blocks and response.grad_adapters
         ]
@@ -273,8 +139,8 @@ class _OpenedBlock:
             leaves = _as_leaves(_nudged(self._inputs, nudge))
             adapters = [leaves.adapters.tensors[number] for number in on_block]
             wanted = [leaves.hidden, *adapters, *(leaves.prefix if prefix else ())]
-            first, *rest = await self._blocks.gradients(leaves, asked.kind, grad, wanted)
-            codec = asked.request.reply_codec
+            first, *rest = await self._blocks.gradients(leaves, claim.kind, grad, wanted)
+            codec = claim.forward.reply_codec
             return [first if index else packed(first, codec), *(packed(one, codec) for one in rest)]
 
         expected = await run(0)
@@ -290,20 +156,21 @@ class _OpenedBlock:
             if claimed:
                 rest = [one[1:] for one in nudged]
                 verdicts.append(answer.parameters(claimed, expected[1:], rest, hidden=expected[0]))
-            return _known(verdicts)
+            return known(verdicts)
 
         return await settled(self._blocks, compare, run)
 
     async def _outputs(self, nudge: int) -> list[Tensor]:
-        return await self._blocks.outputs(_nudged(self._inputs, nudge), self._asked.kind)
+        return await self._blocks.outputs(_nudged(self._inputs, nudge), self._claim.kind)
 
     def _comparison(self, *, is_answer: bool) -> Comparison:
         """Returns how to compare with the answer, which has travelled, or with a state as the server has it."""
         is_mixture = self._blocks.has_experts(self._whole.blocks if is_answer else self._inputs.blocks)
         if is_answer:
-            return self._asked.comparison(is_mixture=is_mixture)
+            return self._claim.comparison(is_mixture=is_mixture)
         # The first block's input has travelled, but both sides begin with what arrived.
-        return Comparison(precision=self._asked.kind.precision, is_mixture=is_mixture, mask=self._inputs.attention_mask)
+        precision = self._claim.kind.precision
+        return Comparison(precision=precision, is_mixture=is_mixture, mask=self._inputs.attention_mask)
 
 
 async def settled(
@@ -333,14 +200,6 @@ def nudged_hidden(hidden: Tensor, nudge: int) -> Tensor:
 
 def _nudged(inputs: SpanInputs, nudge: int) -> SpanInputs:
     return replace(inputs, hidden=nudged_hidden(inputs.hidden, nudge))
-
-
-def _with_nudged(expected: Sequence[Tensor], nudged: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, list[Tensor]]]:
-    return [(here, [one[index] for one in nudged]) for index, here in enumerate(expected)]
-
-
-def _known(verdicts: Iterable[Verdict | None]) -> list[Verdict]:
-    return [verdict for verdict in verdicts if verdict is not None]
 
 
 def _as_leaves(inputs: SpanInputs) -> SpanInputs:

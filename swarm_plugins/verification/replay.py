@@ -7,9 +7,10 @@ forked): then the answers depend on more than the tokens that were sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar, cast
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -33,23 +34,22 @@ from swarm_plugins.transport.messages import (
     SessionStep,
     SessionStepResponse,
 )
-from swarm_plugins.transport.receipts import check_receipt, check_step_receipt, history_after, request_hash
+from swarm_plugins.transport.receipts import check_step_receipt, history_after, request_hash
 from swarm_plugins.transport.wire import decode
-from swarm_plugins.verification.evidence import Evidence
+from swarm_plugins.verification.claims import Claim, travelled
+from swarm_plugins.verification.evidence import Evidence, SessionFrames
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.openings import Opening, check_opening, state_indices
-from swarm_plugins.verification.recompute import (
-    Asked,
-    recompute_backward,
-    recompute_forward,
-    recompute_opened,
-    travelled,
-)
+from swarm_plugins.verification.recompute import recompute
 from swarm_plugins.verification.repeated import check_repeatable, repeated_forward, session_history
 from swarm_plugins.verification.scores import Verdict
 from swarm_plugins.verification.shadow import Shadow
 
 M = TypeVar("M", bound=Message)
+
+
+Replay = Callable[[LocalBlocks], Awaitable[list[Verdict]]]
+"""Computes blocks again and compares; raises SwarmError if they cannot be read or run here."""
 
 
 async def replay(evidence: Evidence, blocks: LocalBlocks) -> list[Verdict]:
@@ -59,74 +59,49 @@ async def replay(evidence: Evidence, blocks: LocalBlocks) -> list[Verdict]:
         ProtocolError: If a signature, a digest or a frame does not fit: then the evidence shows nothing.
         SwarmError: If the blocks cannot be read or run here.
     """
-    if evidence.session is not None:
-        return await read_session(evidence).replay(blocks)
-    request, answer = _read(evidence.request, ForwardRequest), _read(evidence.answer, ForwardResponse)
-    backward: BackwardRequest | None = None
-    answered: ForwardResponse | BackwardResponse = answer
-    if evidence.backward is None:
-        receipt = check_receipt(evidence.peer, request, answer)
-    else:
-        backward = _read(evidence.backward[0], BackwardRequest)
-        answered = _read(evidence.backward[1], BackwardResponse)
-        receipt = _check_backward(evidence.peer, request, answer, backward, answered)
-    _check_version(evidence, receipt, request.version)
-    adapters = _adapters(evidence)
-    if tuple(one.digest for one in adapters) != request.adapters:
-        raise ProtocolError("the evidence holds other adapters than its request names")
-    asked = Asked(request, adapters, Kind(receipt.dtype, receipt.quantization))
-    # The signature is for the packed answer, from which other values than these could be packed too.
-    answered = travelled(answered, request.reply_codec)
-    opening = _opening(evidence, request, None if backward is None else backward.grad_hidden)
-    if opening is not None:
-        return await recompute_opened(asked, answered, opening, blocks)
-    if isinstance(answered, ForwardResponse):
-        return await recompute_forward(asked, answered, blocks)
-    return await recompute_backward(asked, cast(BackwardRequest, backward), answered, blocks)
+    return await checked(evidence)(blocks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PastSession:
-    """A session whose server has signed its last answers."""
-
-    opened: SessionOpen
-    kind: Kind
-    steps: Sequence[tuple[SessionStep, AdapterUse]]
-    answers: Sequence[SessionStepResponse]
-    """To the last steps."""
-    opening: Opening | None
-    """What the server has opened of the forward that repeats the session, if two blocks are to be computed instead."""
-
-    async def replay(self, blocks: LocalBlocks) -> list[Verdict]:
-        """Computes the session again, and compares the server's answers to its last steps.
-
-        Raises:
-            SwarmError: If the blocks cannot be read or run here.
-        """
-        if self.opening is not None:
-            if len(self.steps) > 1:
-                await check_repeatable(self.opened.start, self.kind, blocks)
-            asked = Asked(_repeated(self.opened, self.steps), self.steps[-1][1].adapters, self.kind)
-            return await recompute_opened(asked, ForwardResponse(hidden=self.answers[-1].hidden), self.opening, blocks)
-        shadow = Shadow(self.opened.prefix, range(self.opened.start, self.opened.end), self.kind)
-        first = len(self.steps) - len(self.answers)
-        await shadow.skip(self.steps[:first], blocks)
-        for (step, use), answer in zip(self.steps[first:], self.answers, strict=True):
-            shadow.add(step, use, answer.hidden)
-        return await shadow.compare(blocks)
-
-
-def read_session(evidence: Evidence) -> PastSession:
-    """Checks what a server has signed of a session.
+def checked(evidence: Evidence) -> Replay:
+    """Checks what a server has signed; returns what computes it again.
 
     Raises:
-        ProtocolError: If a signature, a hash or a frame does not fit, or the cache was changed between the steps: then
-            the evidence shows nothing.
-        UncheckableError: If no forward repeats the session, although one was opened.
+        ProtocolError: If a signature, a hash, a digest or a frame does not fit, or the cache of a session was changed
+            between its steps: then the evidence shows nothing.
+        UncheckableError: If no forward repeats a session, although one was opened.
     """
-    frames = evidence.session
-    if frames is None:
-        raise ProtocolError("the evidence is not about a session")
+    return _checked_answer(evidence) if evidence.session is None else _checked_session(evidence, evidence.session)
+
+
+def _checked_answer(evidence: Evidence) -> Replay:
+    """Checks a forward or a backward."""
+    forward, outputs = _read(evidence.request, ForwardRequest), _read(evidence.answer, ForwardResponse)
+    backward = None
+    if evidence.backward is not None:
+        backward = _read(evidence.backward[0], BackwardRequest), _read(evidence.backward[1], BackwardResponse)
+    claim = Claim(peer=evidence.peer, kind=Kind("", ""), forward=forward, outputs=outputs, backward=backward)
+    receipt = claim.check_receipts()
+    if backward is not None:
+        _check_belongs(forward, outputs, backward[0])
+    _check_version(evidence, receipt, forward.version)
+    adapters = _adapters(evidence)
+    if tuple(one.digest for one in adapters) != forward.adapters:
+        raise ProtocolError("the evidence holds other adapters than its request names")
+    # The signature is for the packed answer, from which other values than these could be packed too.
+    codec = forward.reply_codec
+    claim = replace(
+        claim,
+        kind=Kind(receipt.dtype, receipt.quantization),
+        adapters=tuple(adapters),
+        outputs=travelled(outputs, codec),
+        backward=None if backward is None else (backward[0], travelled(backward[1], codec)),
+    )
+    opening = _opening(evidence, forward, None if backward is None else backward[0].grad_hidden)
+    return functools.partial(recompute, claim, opening)
+
+
+def _checked_session(evidence: Evidence, frames: SessionFrames) -> Replay:
+    """Checks a session whose server has signed its last answers."""
     opened = _read(frames.opened, SessionOpen)
     steps = [_read(frame, SessionStep) for frame in frames.steps]
     answers = [_read(frame, SessionStepResponse) for frame in frames.answers]
@@ -144,15 +119,41 @@ def read_session(evidence: Evidence) -> PastSession:
     if any(digest not in known for step in steps for digest in step.adapters):
         raise ProtocolError("the evidence lacks adapters that its steps name")
     uses = [AdapterUse(adapters=tuple(known[one] for one in step.adapters), rows=step.adapter_rows) for step in steps]
-    used = list(zip(steps, uses, strict=True))
-    return PastSession(
-        opened=opened,
-        kind=Kind(receipt.dtype, receipt.quantization),
-        steps=used,
-        # The signature is for the packed answer, from which other values than these could be packed too.
-        answers=[travelled(answer, step.reply_codec) for step, answer in pairs],
-        opening=None if evidence.opening is None else _opening(evidence, _repeated(opened, used), None),
-    )
+    kind, used = Kind(receipt.dtype, receipt.quantization), list(zip(steps, uses, strict=True))
+    # The signature is for the packed answer, from which other values than these could be packed too.
+    found = [travelled(answer, step.reply_codec).hidden for step, answer in pairs]
+    if evidence.opening is None:
+        return functools.partial(_replay_session, opened, kind, used, found)
+    forward = repeated_forward(session_history(opened, used), steps[-1], opened.version)
+    outputs = ForwardResponse(hidden=found[-1])
+    claim = Claim(peer=evidence.peer, kind=kind, adapters=uses[-1].adapters, forward=forward, outputs=outputs)
+    opening = _opening(evidence, forward, None)
+    return functools.partial(_replay_opened_session, claim, opening, num_steps=len(steps))
+
+
+async def _replay_session(
+    opened: SessionOpen,
+    kind: Kind,
+    steps: Sequence[tuple[SessionStep, AdapterUse]],
+    found: Sequence[Tensor],
+    blocks: LocalBlocks,
+) -> list[Verdict]:
+    """Computes a session again, and compares the server's outputs of its last steps."""
+    shadow = Shadow(opened.prefix, range(opened.start, opened.end), kind)
+    first = len(steps) - len(found)
+    await shadow.skip(steps[:first], blocks)
+    for (step, use), hidden in zip(steps[first:], found, strict=True):
+        shadow.add(step, use, hidden)
+    return await shadow.compare(blocks)
+
+
+async def _replay_opened_session(
+    claim: Claim, opening: Opening | None, blocks: LocalBlocks, *, num_steps: int
+) -> list[Verdict]:
+    """Computes the opened blocks of the forward that repeats a session."""
+    if num_steps > 1:
+        await check_repeatable(claim.forward.start, claim.kind, blocks)
+    return await recompute(claim, opening, blocks)
 
 
 def _read(frame: bytes, kind: type[M]) -> M:
@@ -221,27 +222,14 @@ def _is_repeated(again: ForwardRequest, request: ForwardRequest) -> bool:
     return one == other
 
 
-def _repeated(opened: SessionOpen, steps: Sequence[tuple[SessionStep, AdapterUse]]) -> ForwardRequest:
-    return repeated_forward(session_history(opened, steps), steps[-1][0], opened.version)
-
-
-def _check_backward(
-    peer: str, request: ForwardRequest, answer: ForwardResponse, second: BackwardRequest, found: BackwardResponse
-) -> Receipt:
-    """Checks that a server has signed a backward that belongs to a forward."""
-    receipt = check_receipt(peer, second, found)
-    if second.forward is None:
-        # Only here the server answered the forward too.
-        check_receipt(peer, request, answer)
-        is_same = second.ticket == answer.ticket
-    else:
-        is_same = _is_repeated(second.forward, request)
+def _check_belongs(forward: ForwardRequest, outputs: ForwardResponse, backward: BackwardRequest) -> None:
+    """Raises ProtocolError unless a backward belongs to a forward."""
+    is_same = backward.ticket == outputs.ticket if backward.forward is None else _is_repeated(backward.forward, forward)
     if not is_same:
         raise ProtocolError("the backward of the evidence belongs to another forward")
     # How far an answer may be off follows from the forward.
-    if (second.reply_codec, second.grad_hidden.dtype) != (request.reply_codec, request.hidden.dtype):
+    if (backward.reply_codec, backward.grad_hidden.dtype) != (forward.reply_codec, forward.hidden.dtype):
         raise ProtocolError("the backward of the evidence has travelled in another type than its forward")
-    return receipt
 
 
 def _check_step_receipts(

@@ -58,7 +58,6 @@ class ForwardCall(Call[ForwardRequest, ForwardResponse]):
         self.attempt = attempt
         self._servers = servers
         self._keep = keep
-        self._nonce = servers.nonce()
 
     @property
     def excluded(self) -> Collection[str]:
@@ -87,7 +86,7 @@ class ForwardCall(Call[ForwardRequest, ForwardResponse]):
             collect_router=inputs.collect_router,
             keep=self._keep,
             reply_codec=self._servers.view.codecs.between(inputs.hidden, *peers),
-            nonce=self._nonce,
+            nonce=self._servers.nonce(),
         )
 
     def check_wanted(self, peer: str) -> None:
@@ -164,7 +163,6 @@ class BackwardCall(Call[BackwardRequest, BackwardResponse]):
         self._grads = grads
         self._needs = needs
         self._start = start
-        self._nonce = servers.nonce()
 
     @property
     def excluded(self) -> Collection[str]:
@@ -195,7 +193,7 @@ class BackwardCall(Call[BackwardRequest, BackwardResponse]):
             needs_adapters=any(self._needs.adapters) and bool(run.part.indices),
             needs_prefix=any(self._needs.prefix),
             reply_codec=codec,
-            nonce=self._nonce,
+            nonce=self._servers.nonce(),
         )
 
     def check_wanted(self, peer: str) -> None:

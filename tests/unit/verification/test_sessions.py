@@ -120,15 +120,15 @@ def test_a_server_that_stops_naming_the_history_is_left(
 def test_adapters_that_change_while_a_step_is_on_its_way_accuse_nobody(
     llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Verifier._examine
+    original = Verifier.examine
 
-    async def late(self: Verifier, claim: Any, examiner: Any) -> None:
+    async def late(self: Verifier, *args: Any) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data.add_(0.1)
-        await original(self, claim, examiner)
+        await original(self, *args)
 
-    monkeypatch.setattr(Verifier, "_examine", late)
+    monkeypatch.setattr(Verifier, "examine", late)
     with honest(llama, CHECKED) as swarm:
         model = tuned(swarm)
         model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
