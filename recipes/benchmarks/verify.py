@@ -22,14 +22,14 @@ from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.verification import Verifier
-from swarm_plugins.book.rules import RULES
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.book.judging import When
 from swarm_plugins.verification.checker import Checker, Server
 
 GOAL = 0.97
 _TOKENS = 64
 _NEW_TOKENS = 32
-_EVERY = round(1 / RULES.least_checked)
+_EVERY = round(1 / Rules().least_checked)
 
 
 class _AtTheFloor(Checker):

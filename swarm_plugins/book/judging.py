@@ -1,6 +1,6 @@
 """Judges peers by their records: how long to wait, what their work costs, who is left out, who is checked.
 
-Pure functions: of a record, the rules and the time.
+Pure functions: of a record, with the rules of its book, and the time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from swarm_plugins.book.record import PeerBook, PeerRecord
-from swarm_plugins.book.rules import RULES, Rules
 from swarm_plugins.routing.chain import ServerEntry
 
 _COMPUTING = ("rpc_forward", "rpc_session")
@@ -23,51 +22,52 @@ _LEAST_S = 1e-9
 # -- how long to wait -------------------------------------------------------------------------------------------------
 
 
-def timeout_s(record: PeerRecord, work: str, units: int, rules: Rules = RULES) -> float:
+def timeout_s(record: PeerRecord, work: str, units: int) -> float:
     """Returns how long to wait for the answer to a request of so many ``units``: tokens, as a rule."""
-    seen = record.work.get(work)
+    rules, seen = record.rules, record.work.get(work)
     if seen is not None and seen.unit_s is not None:
         return min(rules.hung_factor * seen.unit_s * units + rules.slack_s, rules.longest_s)
-    first_s = rules.first_slack_s + mean_s(record, work, units, rules)
+    first_s = rules.first_slack_s + mean_s(record, work, units)
     num_missed = 0 if seen is None else min(seen.num_missed, 32)
     return min(first_s * rules.patience**num_missed, rules.longest_s)
 
 
-def mean_s(record: PeerRecord, work: str, units: int, rules: Rules = RULES) -> float:
+def mean_s(record: PeerRecord, work: str, units: int) -> float:
     """Returns how long an answer takes as a rule; of a peer whose pace is not known, a generous guess."""
-    seen = record.work.get(work)
+    rules, seen = record.rules, record.work.get(work)
     if seen is not None and seen.unit_s is not None:
         return seen.unit_s * units
     announced_s = min(rules.first_factor * max(record.step_s, record.token_s * units), rules.max_announced_s)
     return max(announced_s, rules.first_unit_s * units)
 
 
-def usual_s(record: PeerRecord, work: str, *, blocks: int, tokens: int, rules: Rules = RULES) -> float | None:
+def usual_s(record: PeerRecord, work: str, *, blocks: int, tokens: int) -> float | None:
     """Returns within which time most requests of about this size were answered; None if too few are known."""
-    samples = record.work[work].samples if work in record.work else ()
+    rules, samples = record.rules, record.work[work].samples if work in record.work else ()
     alike = sorted(one.seconds for one in samples if one.blocks == blocks and tokens <= 2 * one.units <= 4 * tokens)
     return alike[math.ceil(rules.usual_share * len(alike)) - 1] if len(alike) >= rules.min_alike else None
 
 
-def push_wait_s(record: PeerRecord, work: str, tokens: int, num_bytes: int, rules: Rules = RULES) -> float:
+def push_wait_s(record: PeerRecord, work: str, tokens: int, num_bytes: int) -> float:
     """Returns how long an answer may take until its pushed input is believed not to have arrived."""
-    usual = rules.push_patience_s + 2 * mean_s(record, work, tokens, rules) + num_bytes / rules.push_bytes_per_s
-    most_s = rules.push_share * timeout_s(record, work, tokens, rules)
+    rules = record.rules
+    usual = rules.push_patience_s + 2 * mean_s(record, work, tokens) + num_bytes / rules.push_bytes_per_s
+    most_s = rules.push_share * timeout_s(record, work, tokens)
     return max(rules.push_patience_s, min(usual, most_s))
 
 
 # -- how far, and whether it hands on ---------------------------------------------------------------------------------
 
 
-def round_trip_s(record: PeerRecord, rules: Rules = RULES) -> float | None:
+def round_trip_s(record: PeerRecord) -> float | None:
     """Returns how long a peer took lately to say what it serves, without opening a stream; None: not known."""
     samples = list(record.work["rpc_info"].samples) if "rpc_info" in record.work else []
-    return median(one.seconds for one in samples[-rules.min_calls :]) if samples else None
+    return median(one.seconds for one in samples[-record.rules.min_calls :]) if samples else None
 
 
-def is_far(record: PeerRecord, rules: Rules = RULES) -> bool:
+def is_far(record: PeerRecord) -> bool:
     """Returns whether messages to a peer take so long that it is worth to have fewer or smaller ones."""
-    return (round_trip_s(record, rules) or 0.0) >= rules.far_s
+    return (round_trip_s(record) or 0.0) >= record.rules.far_s
 
 
 def closed_ways(book: PeerBook, senders: Iterable[str]) -> set[tuple[str, str]]:
@@ -79,9 +79,9 @@ def closed_ways(book: PeerBook, senders: Iterable[str]) -> set[tuple[str, str]]:
 # -- what its work costs ----------------------------------------------------------------------------------------------
 
 
-def is_known(record: PeerRecord, rules: Rules = RULES) -> bool:
+def is_known(record: PeerRecord) -> bool:
     """Returns whether a server has run so many batches that their times say how to cut the next ones."""
-    samples = record.work["rpc_forward"].samples if "rpc_forward" in record.work else ()
+    rules, samples = record.rules, record.work["rpc_forward"].samples if "rpc_forward" in record.work else ()
     return sum(one.units > rules.step_tokens for one in samples) >= rules.min_alike
 
 
@@ -99,7 +99,7 @@ def believed(book: PeerBook, entries: Sequence[ServerEntry]) -> list[ServerEntry
     servers asked fewer than `Rules.min_calls` times; for others, the observed ones.
     """
     rules, now = book.rules, book.now
-    own = {entry.peer: _own_pace(book[entry.peer], entry, rules) for entry in entries}
+    own = {entry.peer: _own_pace(book[entry.peer], entry) for entry in entries}
     least_step_s = rules.clamp * min(_known(pace.step_s for pace in own.values()), default=0.0)
     least_token_s = rules.clamp * min(_known(pace.token_s for pace in own.values()), default=0.0)
     result = []
@@ -113,14 +113,15 @@ def believed(book: PeerBook, entries: Sequence[ServerEntry]) -> list[ServerEntry
         if any(pace):
             # What was not observed is as much slower than announced as what was.
             lags = [seen / said for seen, said in zip(pace, (step_s, token_s), strict=True) if seen and said]
-            lag, weight = max(lags, default=1.0), _weight(record, now, rules)
+            lag, weight = max(lags, default=1.0), _weight(record, now)
             step_s = _mixed(pace.step_s, step_s, lag, weight)
             token_s = _mixed(pace.token_s, token_s, lag, weight)
         result.append(replace(entry, step_s=step_s, throughput=1.0 / token_s if token_s > 0 else 0.0))
     return result
 
 
-def _own_pace(record: PeerRecord, entry: ServerEntry, rules: Rules) -> _Pace:
+def _own_pace(record: PeerRecord, entry: ServerEntry) -> _Pace:
+    rules = record.rules
     if record.num_calls < rules.min_calls:
         return _Pace(None, None)
     steps: list[float] = []
@@ -136,8 +137,8 @@ def _own_pace(record: PeerRecord, entry: ServerEntry, rules: Rules) -> _Pace:
     return _Pace(*(median(values) if values else None for values in (steps, tokens)))
 
 
-def _weight(record: PeerRecord, now: float, rules: Rules) -> float:
-    age_s = now - record.answered_at
+def _weight(record: PeerRecord, now: float) -> float:
+    rules, age_s = record.rules, now - record.answered_at
     return float(0.5 ** (max(age_s - rules.fresh_s, 0.0) / rules.fade_s))
 
 
@@ -163,27 +164,28 @@ class Ban(NamedTuple):
     reason: str
 
 
-def ban_s(record: PeerRecord, rules: Rules = RULES) -> float:
+def ban_s(record: PeerRecord) -> float:
     """Returns for how long a peer is banned from its last failure on."""
+    rules = record.rules
     # The exponent is bounded, so that a peer that fails for days cannot overflow the float.
     return min(rules.first_ban_s * 2.0 ** min(record.num_strikes - 1, 32), rules.max_ban_s)
 
 
-def ban_left_s(record: PeerRecord, now: float, rules: Rules = RULES) -> float:
+def ban_left_s(record: PeerRecord, now: float) -> float:
     """Returns for how long a peer is still banned; 0 if it is not."""
-    return max(0.0, record.failed_at + ban_s(record, rules) - now) if record.num_strikes else 0.0
+    return max(0.0, record.failed_at + ban_s(record) - now) if record.num_strikes else 0.0
 
 
 def is_banned(book: PeerBook, peer: str) -> bool:
     """Returns whether a peer is banned now."""
-    return ban_left_s(book[peer], book.now, book.rules) > 0
+    return ban_left_s(book[peer], book.now) > 0
 
 
 def bans(book: PeerBook) -> dict[str, Ban]:
     """Returns the peers that are banned now, the one that failed longest ago first; other threads may call it."""
     now = book.now
     failed = [(record.failed_at, peer, record) for peer, record in book.records().items() if record.num_strikes]
-    left = {peer: (ban_left_s(record, now, book.rules), record) for _, peer, record in sorted(failed, key=_by_time)}
+    left = {peer: (ban_left_s(record, now), record) for _, peer, record in sorted(failed, key=_by_time)}
     return {peer: Ban(left_s, record.num_strikes, record.failure) for peer, (left_s, record) in left.items() if left_s}
 
 
@@ -216,7 +218,7 @@ def usable(book: PeerBook, shares: Mapping[str, Collection[Hashable]], *, copies
 def pause_s(book: PeerBook, peer: str) -> float:
     """Returns how long to wait before a banned peer is asked for what no other has; 0 for other peers."""
     record, rules = book[peer], book.rules
-    if not ban_left_s(record, book.now, rules):
+    if not ban_left_s(record, book.now):
         return 0.0
     length_s = min(rules.first_pause_s * 2.0 ** min(record.num_strikes - 1, 32), rules.longest_pause_s)
     return max(0.0, record.failed_at + length_s - book.now)
@@ -228,9 +230,9 @@ When = Literal["before", "after", "never"]
 """Whether a call is checked before its answer is used, afterwards, or not at all."""
 
 
-def check_share(record: PeerRecord, kind: Hashable, rules: Rules = RULES) -> float:
+def check_share(record: PeerRecord, kind: Hashable) -> float:
     """Returns the share of a server's answers of one kind that are checked now."""
-    known = record.checks.get(kind)
+    rules, known = record.rules, record.checks.get(kind)
     further = (0 if known is None else known.num_passed) - rules.first_checks
     return 1.0 if further < 0 else max(rules.least_checked, 0.5 ** (further + 1))
 
@@ -243,4 +245,4 @@ def when_checked(book: PeerBook, peer: str, kind: Hashable, chance: Callable[[],
         return "never"
     if known is None or known.num_passed < book.rules.first_checks:
         return "before"
-    return "after" if chance() < check_share(record, kind, book.rules) else "never"
+    return "after" if chance() < check_share(record, kind) else "never"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from swarm_plugins.book.backlog import Backlog
-from swarm_plugins.book.rules import RULES, Rules
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.recent import Recent
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -56,6 +56,8 @@ class Checks(NamedTuple):
 class PeerRecord:
     """All that a client knows of one peer; times are by the book's clock."""
 
+    rules: Rules
+    """How the peer is judged."""
     info: ServerInfo | None = None
     """Its last word about itself."""
     said_at: float = -math.inf
@@ -84,28 +86,28 @@ class PeerRecord:
     checks: Recent[Hashable, Checks] = field(default_factory=lambda: Recent(_MAX_KINDS))
     backlog: Backlog = field(default_factory=Backlog)
     """This client's requests that are under way there."""
-    told: set[str] = field(default_factory=set)
-    """What the user has been told of it."""
+    remarks: set[str] = field(default_factory=set)
+    """What has been logged of it, once."""
     is_packed: bool | None = None
     """Whether large tensors are packed for it. None: not decided."""
 
-    def at(self, work: str, rules: Rules) -> Work:
+    def at(self, work: str) -> Work:
         """Returns what was seen of it at one kind of work, which is kept from now on."""
         found = self.work.get(work)
         if found is None:
-            found = self.work[work] = Work(deque(maxlen=rules.kept_samples))
+            found = self.work[work] = Work(deque(maxlen=self.rules.kept_samples))
         return found
 
 
-def lag_s(record: PeerRecord, now: float, rules: Rules) -> float:
+def lag_s(record: PeerRecord, now: float) -> float:
     """Returns by how many seconds a holder is believed to be slower than it announces: its lag fades with time."""
-    return record.lag_s * 0.5 ** ((now - record.lagged_at) / rules.lag_half_life_s) if record.lag_s else 0.0
+    return record.lag_s * 0.5 ** ((now - record.lagged_at) / record.rules.lag_half_life_s) if record.lag_s else 0.0
 
 
 class Outcome(Protocol):
     """What has happened with a peer."""
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Enters it in the peer's record."""
 
 
@@ -114,7 +116,7 @@ class Said(NamedTuple):
 
     info: ServerInfo
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Keeps its word, and the speed that it announces."""
         num_blocks = self.info.end - self.info.start
         record.info, record.said_at = self.info, now
@@ -128,7 +130,7 @@ class Expected(NamedTuple):
     step_s: float
     token_s: float
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Keeps what it is expected to take, as if it had announced it."""
         record.step_s, record.token_s = self.step_s, self.token_s
 
@@ -141,9 +143,9 @@ class Overtaken(NamedTuple):
     seconds: float
     blocks: int
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Counts the time as that of a request: it would have taken longer, and how much is not known."""
-        record.at(self.work, rules).samples.append(Sample(self.blocks, self.units, self.seconds))
+        record.at(self.work).samples.append(Sample(self.blocks, self.units, self.seconds))
         record.num_calls += self.blocks > 0
         record.answered_at = now
         if self.blocks:
@@ -159,15 +161,15 @@ class Answered(NamedTuple):
     blocks: int = 0
     """Blocks that ran; 0: the time does not count when servers are compared."""
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Updates its pace."""
-        work, unit_s = record.at(self.work, rules), self.seconds / max(self.units, 1)
+        work, unit_s = record.at(self.work), self.seconds / max(self.units, 1)
         known = work.unit_s or 0.0
         # Tokens of a large request are cheaper: the pace rises at once and falls slowly, so that the single token
         # after a long prefill still gets a fitting deadline.
-        work.unit_s = unit_s if unit_s > known else known + rules.smoothing * (unit_s - known)
+        work.unit_s = unit_s if unit_s > known else known + record.rules.smoothing * (unit_s - known)
         work.num_missed = 0
-        Overtaken(self.work, self.units, self.seconds, self.blocks).write(record, rules, now)
+        Overtaken(self.work, self.units, self.seconds, self.blocks).write(record, now)
 
 
 class Missed(NamedTuple):
@@ -175,9 +177,9 @@ class Missed(NamedTuple):
 
     work: str
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Gives it more time, if it proves to be alive."""
-        record.at(self.work, rules).num_missed += 1
+        record.at(self.work).num_missed += 1
 
 
 class Failed(NamedTuple):
@@ -185,7 +187,7 @@ class Failed(NamedTuple):
 
     reason: str
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Bans it, each time twice as long."""
         record.num_strikes += 1
         record.failed_at, record.failure = now, self.reason
@@ -194,7 +196,7 @@ class Failed(NamedTuple):
 class Forgiven(NamedTuple):
     """Its answer was good."""
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Forgets its failures."""
         record.num_strikes, record.failure = 0, ""
 
@@ -204,7 +206,7 @@ class Unkept(NamedTuple):
 
     tokens: int
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Keeps the smallest number."""
         record.unkept_tokens = min(self.tokens, record.unkept_tokens or self.tokens)
 
@@ -214,7 +216,7 @@ class Packed(NamedTuple):
 
     is_packed: bool
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Keeps the decision: the parts of one call, a forward and its backward, travel alike."""
         record.is_packed = self.is_packed
 
@@ -224,9 +226,9 @@ class NotPushed(NamedTuple):
 
     receiver: str
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Lets the two be for a while."""
-        known = record.rests.get(self.receiver)
+        rules, known = record.rules, record.rests.get(self.receiver)
         length_s = rules.first_rest_s if known is None else min(2 * known.length_s, rules.max_rest_s)
         record.rests[self.receiver] = Rest(now + length_s, length_s)
 
@@ -236,10 +238,10 @@ class Lagged(NamedTuple):
 
     seconds: float
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Updates by how much a holder of experts is slower than it announces."""
-        known = lag_s(record, now, rules)
-        record.lag_s = max(known + self.seconds, known * rules.lag_recovery)
+        known = lag_s(record, now)
+        record.lag_s = max(known + self.seconds, known * record.rules.lag_recovery)
         record.lagged_at = now
 
 
@@ -249,7 +251,7 @@ class Checked(NamedTuple):
     kind: Hashable
     is_right: bool
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Counts the good ones; after a doubt, all are checked again."""
         known = record.checks.pop(self.kind, Checks())
         if self.is_right:
@@ -261,10 +263,10 @@ class Uncheckable(NamedTuple):
 
     kind: Hashable
 
-    def write(self, record: PeerRecord, rules: Rules, now: float) -> None:
+    def write(self, record: PeerRecord, now: float) -> None:
         """Makes a pause."""
         known = record.checks.get(self.kind, Checks())
-        record.checks[self.kind] = Checks(known.num_passed, now + rules.uncheckable_s)
+        record.checks[self.kind] = Checks(known.num_passed, now + record.rules.uncheckable_s)
 
 
 class PeerBook:
@@ -275,8 +277,8 @@ class PeerBook:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, rules: Rules = RULES, *, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
-        self.rules = rules
+    def __init__(self, rules: Rules | None = None, *, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
+        self.rules = rules or Rules()
         self._clock = clock
         self._records: Recent[str, PeerRecord] = Recent()
 
@@ -287,13 +289,13 @@ class PeerBook:
 
     def __getitem__(self, peer: str) -> PeerRecord:
         """Returns the record of a peer; a blank one, which is not kept, if nothing is known."""
-        return self._records.get(peer) or PeerRecord()
+        return self._records.get(peer) or PeerRecord(self.rules)
 
     def kept(self, peer: str) -> PeerRecord:
         """Returns the record of a peer, which is kept from now on."""
         record = self._records.get(peer)
         if record is None:
-            record = self._records[peer] = PeerRecord()
+            record = self._records[peer] = PeerRecord(self.rules)
         return record
 
     def records(self) -> dict[str, PeerRecord]:
@@ -304,14 +306,14 @@ class PeerBook:
                 return dict(self._records.items())
 
     def is_news(self, peer: str, remark: str) -> bool:
-        """Returns whether the user has not been told something of a peer; from now on that is so."""
-        told = self.kept(peer).told
-        is_news = remark not in told
-        told.add(remark)
+        """Returns whether a remark on a peer was not made before; from now on it was."""
+        remarks = self.kept(peer).remarks
+        is_news = remark not in remarks
+        remarks.add(remark)
         return is_news
 
     def observe(self, peer: str, outcome: Outcome) -> None:
         """Records what has happened with a peer."""
         record = self.kept(peer)
         self._records.move_to_end(peer)
-        outcome.write(record, self.rules, self.now)
+        outcome.write(record, self.now)

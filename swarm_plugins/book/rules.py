@@ -45,6 +45,10 @@ class Rules:
     """Requests of about the same size that make a distribution."""
     hedge_slack_s: float = 0.02
     """Added to what requests take as a rule: a shorter delay is not worth a request."""
+    hedge_share: float = 0.05
+    """Further requests for each request."""
+    hedge_burst: float = 4.0
+    """Most further requests that are saved up."""
 
     # What a server's work costs.
     min_calls: int = 3
@@ -63,10 +67,25 @@ class Rules:
     fade_s: float = 600.0
     """What was seen longer ago than `fresh_s` loses half its weight in this time: a busy server gets another chance."""
 
+    # When a session moves to a faster server.
+    kept_steps: int = 32
+    """Steps of a session that are remembered."""
+    compared_steps: int = 4
+    """Steps after which servers are compared, and whose median counts."""
+    clearly_faster: float = 2.0
+    move_noise_s: float = 0.01
+    """A session moves to a server that is faster by this factor and more."""
+    move_s: float = 0.2
+    """Time of a move that does not depend on its length."""
+
     # How far a peer is.
     far_s: float = 0.003
     """Round trip from which packing tensors, and having servers push to each other, saves more than it costs: nearer
     servers are in the same network, or on the same machine."""
+
+    # Who is asked.
+    remembered_s: float = 600.0
+    """A server is asked for this long after its last answer, also if the directory does not name it."""
 
     # Bans.
     first_ban_s: float = 2.0
@@ -92,6 +111,9 @@ class Rules:
     """Factor by which a holder's lag falls at most with each answer."""
     lag_half_life_s: float = 15.0
     """A slow holder is hardly asked meanwhile, so its lag fades by itself."""
+    holder_late_s: float = 0.25
+    holder_late_factor: float = 4.0
+    """A holder is late after this many times the expected seconds and `holder_late_s`: a replica is asked too."""
 
     # Spot checks.
     first_checks: int = 4
@@ -100,6 +122,3 @@ class Rules:
     """Share of a server's calls that are checked however long it has been honest."""
     uncheckable_s: float = 60.0
     """Pause after an answer could not be checked."""
-
-
-RULES = Rules()

@@ -58,6 +58,6 @@ class Codecs:
         record = self._book[peer]
         if record.is_packed is not None:
             return record.is_packed
-        is_far = judging.is_far(record, self._book.rules)
+        is_far = judging.is_far(record)
         self._book.observe(peer, Packed(is_far))
         return is_far

@@ -93,7 +93,7 @@ class Peers:
         return channel
 
     def _timeout_s(self, peer: str, work: str, units: int) -> float:
-        return judging.timeout_s(self.book[peer], work, units, self.book.rules)
+        return judging.timeout_s(self.book[peer], work, units)
 
     async def exchange(
         self,

@@ -8,8 +8,8 @@ import secrets
 from typing import TYPE_CHECKING, Protocol
 
 from swarm_plugins.client.calls.direct import Direct
-from swarm_plugins.client.calls.handing import Handed
 from swarm_plugins.client.calls.hedging import Hedged
+from swarm_plugins.client.calls.pushing import Pushed
 from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.transport.admission.pushing import new_push_key
 from swarm_plugins.transport.messages import PushSlot
@@ -55,7 +55,7 @@ class Servers:
         self.view = view
         self.guard = guard
         self.digests = DigestCache()
-        caller: Caller = Hedged(Handed(Direct(peers)), view)
+        caller: Caller = Hedged(Pushed(Direct(peers)), view)
         self.caller = caller if guard is None else guard.wrap(caller, view)
         self._slot_name = secrets.token_urlsafe(16)
         """The same for all calls, so that servers keep their streams to each other."""

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_LATE_S = 0.25
-_LATE_FACTOR = 4.0
-"""A holder is late after this many times the expected seconds and `_LATE_S`: a replica is asked too."""
 _MAX_SPARES = 2
 """Replicas asked for one late holder, one after the other."""
 _MAX_ON_THE_WAY = 4
@@ -207,7 +204,8 @@ class Holders:
     async def _ask(self, rows: ExpertRows, share: Share, without: Collection[str]) -> dict[int, Tensor]:
         """Returns a holder's answer by expert; while it is late, its replicas are asked too, and the first counts."""
         loads = {expert: rows.num_rows(expert) for expert in share.experts}
-        late_s = _LATE_S + _LATE_FACTOR * share.holder.answer_s(sum(loads.values()))
+        rules = self.peers.book.rules
+        late_s = rules.holder_late_s + rules.holder_late_factor * share.holder.answer_s(sum(loads.values()))
         started = time.perf_counter()
         asked = {share.holder.peer, *without}
 

@@ -128,7 +128,7 @@ class HolderView(ServerView):
                     peer=entry.peer,
                     experts=range(*info.experts),
                     part=info.slice,
-                    round_trip_s=entry.round_trip_s + lag_s(book[entry.peer], book.now, book.rules),
+                    round_trip_s=entry.round_trip_s + lag_s(book[entry.peer], book.now),
                     row_s=row_s,
                 )
             )

@@ -1,7 +1,7 @@
 """A question to the server of a span, and the one-method protocol of those who ask it.
 
 Forward, backward, a step of a session and rows of experts are calls. `Direct` asks; others wrap it and keep the
-protocol: `Handed` (the input comes from the server before), `Hedged` (a replica is asked too), and a `Guard`'s (the
+protocol: `Pushed` (the input comes from the server before), `Hedged` (a replica is asked too), and a `Guard`'s (the
 answer is computed again here).
 """
 
@@ -41,7 +41,7 @@ class Answer(NamedTuple, Generic[Request, Response]):
 
 
 class Ahead(Protocol):
-    """A call that a server was told of ahead of its input; see `swarm_plugins.client.calls.handing`."""
+    """A call that a server was told of ahead of its input; see `swarm_plugins.client.calls.pushing`."""
 
     peer: str
     """The server."""

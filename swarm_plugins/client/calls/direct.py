@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from swarm_plugins.client.answers import OverloadedError
 from swarm_plugins.client.calls.call import Answer, Call, Request, Response
-from swarm_plugins.client.calls.handing import outgoing, received
+from swarm_plugins.client.calls.pushing import outgoing, received
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.transport.pushed import plain
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm_plugins.book import judging
 from swarm_plugins.book.record import Overtaken
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.client.calls.call import Answer, Call, Caller, Request, Response
 from swarm_plugins.routing import Demand
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_SHARE = 0.05
-"""Further requests for each request."""
-_BURST = 4.0
-"""Most that are saved up."""
 
 
 class Hedged:
@@ -40,7 +37,7 @@ class Hedged:
     def __init__(self, inner: Caller, view: SwarmView) -> None:
         self._inner = inner
         self._view = view
-        self._budget = HedgeBudget()
+        self._budget = HedgeBudget(view.peers.book.rules)
 
     async def ask(self, call: Call[Request, Response], peer: str) -> Answer[Request, Response]:
         """Asks a server, and a replica while it takes longer than it does as a rule."""
@@ -48,7 +45,7 @@ class Hedged:
             return await self._inner.ask(call, peer)
         book, tokens, num_blocks = self._view.peers.book, call.tokens, len(call.blocks)
         record = book.kept(peer)
-        usual_s = judging.usual_s(record, call.rpc, blocks=num_blocks, tokens=tokens, rules=book.rules)
+        usual_s = judging.usual_s(record, call.rpc, blocks=num_blocks, tokens=tokens)
         self._budget.earn()
         with record.backlog.asking(tokens) as before:
             if usual_s is None:
@@ -76,12 +73,13 @@ class Hedged:
 class HedgeBudget:
     """Bounds the further requests to a share of all, also when all servers are late because the network is."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._saved = 1.0
 
     def earn(self) -> None:
         """Counts a request."""
-        self._saved = min(self._saved + _SHARE, _BURST)
+        self._saved = min(self._saved + self._rules.hedge_share, self._rules.hedge_burst)
 
     def take(self) -> bool:
         """Returns whether a further request may be made, and counts it."""

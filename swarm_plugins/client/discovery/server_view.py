@@ -38,8 +38,6 @@ _MAX_PROBES = 64
 """Servers asked in one refresh; of more, a sample that covers every block, where banned ones crowd out no others."""
 _HURRY_S = 2.0
 """Wait for servers once some have answered before."""
-_REMEMBERED_S = 600.0
-"""A server is asked for this long after its last answer, also if the directory does not name it."""
 _WORTH_ASKING = ("online", "stuck")
 """States announced by servers to ask: one that hung may have got on since."""
 
@@ -219,7 +217,7 @@ class ServerView(ABC):
     def _remembered(self) -> dict[str, ServerInfo]:
         """Returns the servers that were online when they answered, not long ago."""
         book = self.peers.book
-        earliest = book.now - _REMEMBERED_S
+        earliest = book.now - book.rules.remembered_s
         return {
             peer: info for peer, info in self.infos.items() if book[peer].said_at > earliest and info.state == "online"
         }
@@ -243,7 +241,7 @@ class ServerView(ABC):
         self.peers.counts.bans += 1
         self._last_failure, self._last_failed = error, peer
         self._remove(peer)
-        seconds = judging.ban_s(book[peer], book.rules)
+        seconds = judging.ban_s(book[peer])
         log.info("server %s is left out for %.0f s: %s", peer, seconds, one_line(error))
 
     def _remove(self, peer: str) -> None:

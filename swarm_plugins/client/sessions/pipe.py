@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.calls.handing import SentInVainError, Told, close_all, is_handing_on, tell
+from swarm_plugins.client.calls.pushing import SentInVainError, Told, close_all, is_pushing, tell
 from swarm_plugins.client.sessions.replacing import moved, neighbors, planned
 from swarm_plugins.client.sessions.span import SpanSession, StepCall
 from swarm_plugins.errors import SwarmError
@@ -110,7 +110,7 @@ class Pipe:
             rows = self._inputs.hidden.shape[0]
             await asyncio.gather(*(span.open_ahead(rows) for span in spans))
         are_ready = all(span.channel is not None for span in spans) and all(span.push_key for span in spans[1:])
-        return is_handing_on(self._servers.peers, [span.peer for span in spans]) and are_ready
+        return is_pushing(self._servers.peers, [span.peer for span in spans]) and are_ready
 
     def _chunks(self, *, is_pushed: bool) -> list[SpanInputs]:
         """Cuts the new tokens so that the prompt is through soonest."""

@@ -63,7 +63,7 @@ class SpanSession:
         """Secret by which the client allows other servers to send this one its input; empty: none may."""
         self.unsent_ops: list[CacheOp] = []
         """Changes already in the history, but not on the server."""
-        self.times = StepTimes()
+        self.times = StepTimes(servers.peers.book.rules)
         self.is_due = False
         """Whether it is time to look for a faster server."""
         self.sent: SentSession | None = None

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-_KEPT = 32
-"""Steps that are remembered."""
-_CHECK_STEPS = 4
-_CLEARLY = 2.0
-_NOISE_S = 0.01
-"""A session moves to a server that is faster by this factor and more."""
-_MOVE_S = 0.2
-"""Time of a move that does not depend on its length."""
+from swarm_plugins.book.rules import Rules
 
 
 class StepTimes:
     """Remembers how long steps took."""
 
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_KEPT)
-        self._left = _CHECK_STEPS
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._recent: deque[float] = deque(maxlen=rules.kept_steps)
+        self._left = rules.compared_steps
 
     def add(self, seconds: float) -> bool:
         """Records a step; returns whether it is time to compare."""
@@ -28,7 +22,7 @@ class StepTimes:
         self._left -= 1
         if self._left > 0:
             return False
-        self._left = _CHECK_STEPS
+        self._left = self._rules.compared_steps
         return True
 
     def is_move_worth(self, step_s: float, replay_s: float) -> bool:
@@ -41,10 +35,12 @@ class StepTimes:
             step_s: Seconds of a step elsewhere.
             replay_s: Seconds of the replay there.
         """
-        now_s = median(list(self._recent)[-_CHECK_STEPS:])
+        rules = self._rules
+        now_s = median(list(self._recent)[-rules.compared_steps :])
         lost_s = sum(max(seconds - step_s, 0.0) for seconds in self._recent)
-        return now_s > _CLEARLY * step_s + _NOISE_S and lost_s > replay_s + _MOVE_S
+        is_clear = now_s > rules.clearly_faster * step_s + rules.move_noise_s
+        return is_clear and lost_s > replay_s + rules.move_s
 
     def postpone(self) -> None:
         """Waits longer before the next comparison, because a move has failed."""
-        self._left = _KEPT
+        self._left = self._rules.kept_steps

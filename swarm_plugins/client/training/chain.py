@@ -16,7 +16,7 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
 from swarm_plugins.book.record import Forgiven, Unkept
 from swarm_plugins.client.answers import TicketLostError
 from swarm_plugins.client.calls.call import Call, Request, Response
-from swarm_plugins.client.calls.handing import Told, close_all, is_handing_on, tell
+from swarm_plugins.client.calls.pushing import Told, close_all, is_pushing, tell
 from swarm_plugins.client.digests import CallAdapters
 from swarm_plugins.client.training.spans import Attempt, BackwardCall, ForwardCall, Needs, SpanRun
 from swarm_plugins.errors import RefusedError, SwarmError
@@ -58,7 +58,7 @@ class ChainCall:
         """
         attempt = Attempt(retries, 0)
         calls: list[tuple[str, ForwardCall]] = []
-        if is_handing_on(self._servers.peers, [span.peer for span in chain]):
+        if is_pushing(self._servers.peers, [span.peer for span in chain]):
             calls = [
                 (peer, self._call(self.inputs.take_blocks(range(start, end), self.inputs.hidden), attempt))
                 for peer, start, end in chain
@@ -179,7 +179,7 @@ class _Backward:
         calls: list[tuple[str, BackwardCall]] = []
         # Gradients of states between spans are added here, on the way from one to the next.
         is_handed = not self._chunk.inputs.collect_hidden
-        if is_handed and is_handing_on(self._servers.peers, [run.peer for run in reversed(visited)]):
+        if is_handed and is_pushing(self._servers.peers, [run.peer for run in reversed(visited)]):
             attempt = Attempt(self._retries, 0)
             calls = [(run.peer, self._call(run, self._grads.hidden, attempt)) for run in reversed(visited)]
         async with _told(self._servers, calls):

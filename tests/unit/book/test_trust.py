@@ -18,7 +18,9 @@ from swarm_plugins.book.record import (
     Uncheckable,
     lag_s,
 )
-from swarm_plugins.book.rules import RULES
+from swarm_plugins.book.rules import Rules
+
+RULES = Rules()
 
 
 class Book(PeerBook):
@@ -121,10 +123,10 @@ def test_what_one_peer_can_invent_is_bounded() -> None:
 def test_a_holders_lag_grows_at_once_and_fades() -> None:
     book = Book()
     book.note(Lagged(3.0))
-    assert lag_s(book["p"], 0.0, RULES) == 3.0
+    assert lag_s(book["p"], 0.0) == 3.0
     book.note(Lagged(-3.0))
-    assert lag_s(book["p"], 0.0, RULES) == pytest.approx(2.4), "one good answer is not believed"
-    assert lag_s(book["p"], RULES.lag_half_life_s, RULES) == pytest.approx(1.2)
+    assert lag_s(book["p"], 0.0) == pytest.approx(2.4), "one good answer is not believed"
+    assert lag_s(book["p"], RULES.lag_half_life_s) == pytest.approx(1.2)
 
 
 def when(book: PeerBook, chance: float, kind: str = "kind") -> str:

@@ -9,7 +9,7 @@ from swarm_plugins.book.record import Answered, Expected, Missed, PeerBook
 
 
 def timeout_s(book: PeerBook, peer: str, work: str, units: int = 1) -> float:
-    return judging.timeout_s(book[peer], work, units, book.rules)
+    return judging.timeout_s(book[peer], work, units)
 
 
 def test_a_peer_seen_for_the_first_time_gets_seconds_and_a_bound_for_its_work() -> None:

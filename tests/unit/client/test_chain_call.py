@@ -119,12 +119,12 @@ def test_a_refusal_says_nothing_of_a_servers_pace(run_in_swarm: Callable[..., An
         chain = call(peers, view)
         await chain.forward()
         tokens = 1000
-        assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens, peers.book.rules) == 10.0
+        assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens) == 10.0
         server.tickets.clear()
         server.is_forgetful = True
         with pytest.raises(MissingBlocksError):
             await backward(chain)
-        assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens, peers.book.rules) == 10.0
+        assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens) == 10.0
 
     server = Doubler()
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1, max_retries=1)

@@ -13,6 +13,7 @@ import virtual_time
 from peft import LoraConfig, get_peft_model
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.calls.hedging import HedgeBudget, first_answer
 from swarm_plugins.testing import InProcessSwarm
@@ -67,7 +68,7 @@ def test_the_first_answer_counts_and_the_late_request_is_cancelled() -> None:
 
 
 def test_further_requests_are_a_small_share_of_all() -> None:
-    budget = HedgeBudget()
+    budget = HedgeBudget(Rules())
     taken = 0
     for _ in range(1000):
         budget.earn()

@@ -18,6 +18,7 @@ from client_kit import VERSION, server_info
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.book import judging
+from swarm_plugins.book.record import PeerBook
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
@@ -86,12 +87,18 @@ class Swarm(LocalTransport):
             machine.thawed.set()
 
 
+def judge_by(book: PeerBook, *, slack_s: float) -> None:
+    book.rules = replace(book.rules, slack_s=slack_s)
+    for record in book.records().values():
+        record.rules = book.rules
+
+
 def run(spans: dict[str, tuple[int, int]], use: Callable[[Swarm, Servers], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
         num_blocks = max(end for _, end in spans.values())
         swarm = Swarm({peer: Machine(*span, num_blocks) for peer, span in spans.items()})
         peers = Peers(swarm, SwarmConfig(**settings))
-        peers.book.rules = replace(peers.book.rules, slack_s=0.3)
+        judge_by(peers.book, slack_s=0.3)
         view = SwarmView(swarm, peers, peers.config, version=VERSION, num_blocks=num_blocks)
         try:
             await use(swarm, Servers(peers, view))
@@ -180,7 +187,7 @@ def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatc
         other = "b" if first.peer == "a" else "a"
         # Its answer is lost, and until that is noticed, it is well again and the other one has stopped.
         swarm.freeze(first.peer)
-        servers.peers.book.rules = replace(servers.peers.book.rules, slack_s=1.5)
+        judge_by(servers.peers.book, slack_s=1.5)
 
         def change() -> None:
             swarm.freeze(other)
@@ -226,7 +233,7 @@ def test_the_only_holder_that_hangs_in_its_work_is_not_waited_for_again_and_agai
 def test_a_late_server_that_is_frozen_is_given_up_however_long_its_work_may_take() -> None:
     async def use(swarm: Swarm, servers: Servers) -> None:
         await forward(servers)
-        servers.peers.book.rules = replace(servers.peers.book.rules, slack_s=60.0)
+        judge_by(servers.peers.book, slack_s=60.0)
         started = time.monotonic()
         asyncio.get_running_loop().call_later(0.1, swarm.freeze, "a")
         swarm.machines["a"].is_stuck = True

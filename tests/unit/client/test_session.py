@@ -224,7 +224,7 @@ def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(
         session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens(6))
         rpc = "open session" if message is SessionOpen else "rpc_adapter"
-        assert judging.timeout_s(peers.book["a"], rpc, 1, peers.book.rules) < peers.book.rules.longest_s
+        assert judging.timeout_s(peers.book["a"], rpc, 1) < peers.book.rules.longest_s
         await session.close()
 
     def answer(message: Message) -> Message:

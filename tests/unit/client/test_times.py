@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.client.sessions.times import StepTimes
 
 
 def test_a_session_moves_when_it_has_lost_what_the_move_costs() -> None:
-    times = StepTimes()
+    times = StepTimes(Rules())
     assert [times.add(0.05) for _ in range(8)] == [False, False, False, True] * 2
     assert not times.is_move_worth(0.04, 0.0)
     for _ in range(4):

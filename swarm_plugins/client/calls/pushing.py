@@ -56,7 +56,7 @@ class _UncollectedError(Exception):
     """Nothing waits for an answer any more."""
 
 
-def is_handing_on(peers: Peers, chain: Sequence[str]) -> bool:
+def is_pushing(peers: Peers, chain: Sequence[str]) -> bool:
     """Returns whether each of some servers is to send its output to the next one.
 
     Says once of each server that it cannot.
@@ -238,7 +238,7 @@ class Told(Generic[Request, Response]):
         if self.is_fed:
             record = peers.book.kept(self.peer)
             tokens = call.tokens + (record.backlog.tokens_before(call.tokens) if call.is_queued else 0)
-            await asyncio.sleep(judging.push_wait_s(record, call.rpc, tokens, tensor.nbytes, peers.book.rules))
+            await asyncio.sleep(judging.push_wait_s(record, call.rpc, tokens, tensor.nbytes))
             self._rest("its input has not arrived in time")
         message = PushedHidden(session=self._slot.name, step=self._slot.step, hidden=tensor)
         with contextlib.suppress(SwarmError):
@@ -315,7 +315,7 @@ def outgoing(call: Call[Request, Response], peer: str) -> Request:
     return msgspec.structs.replace(call.request([peer, after.peer]), push_to=after.push_to())
 
 
-class Handed:
+class Pushed:
     """Collects the answers of servers that were told ahead of the input; asks the others."""
 
     def __init__(self, inner: Caller) -> None:
