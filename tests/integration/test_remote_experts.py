@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -19,11 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, load_remote_experts
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.cli import app
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import MissingExpertsError
 from swarm_plugins.local_swarm import LocalServer
-from swarm_plugins.remote_experts import calls
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.channel import Channel
@@ -138,7 +139,8 @@ def test_clients_and_local_models_compute_the_same_also_while_holders_are_frozen
 def test_holders_killed_in_mid_forward_and_in_mid_backward_cost_no_bit(
     model: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_LATE_S", 60.0)  # no replica answers before the holder's death is noticed
+    # No replica answers before the holder's death is noticed.
+    monkeypatch.setattr("swarm_plugins.client.peers.Rules", partial(Rules, holder_late_s=60.0))
     first, second = swarm.servers[1:3]
     # Asked once what they serve: a frozen holder would not say it.
     with connect(swarm.initial_peers, SwarmConfig(refresh_s=3600.0)) as connection:

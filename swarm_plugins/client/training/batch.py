@@ -87,7 +87,7 @@ class BatchCall:
             # Half of it may fit; more chunks than that would help little.
             fitting = chunks_within(self.inputs, max(1, unkept // 2))
             least = max(least, fitting if fitting <= _MOST_CHUNKS else 1)
-        if not all(judging.is_known(record, book.rules) for record in records):
+        if not all(judging.is_known(record) for record in records):
             return [least]
         most = max(least, min(_MOST_CHUNKS, num_rows))
         return [least, *(count for count in _COUNTS if least < count < most), *([most] if most > least else ())]

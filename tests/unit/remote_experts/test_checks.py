@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm_plugins import load_remote_experts
+from swarm_plugins.book.rules import Rules
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError
@@ -36,7 +38,7 @@ CHECKED = SwarmConfig(verify="on", max_retries=3, request_timeout_s=60.0)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # While a liar is late on a busy machine, no replica answers in its place.
-    monkeypatch.setattr("swarm_plugins.remote_experts.calls._LATE_S", 60.0)
+    monkeypatch.setattr("swarm_plugins.client.peers.Rules", partial(Rules, holder_late_s=60.0))
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
 
 
