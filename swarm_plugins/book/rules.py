@@ -1,4 +1,4 @@
-"""All constants by which peers are judged, in one place."""
+"""The constants of `judging`; those that one other room alone uses, such as hedging, stand there."""
 
 from __future__ import annotations
 

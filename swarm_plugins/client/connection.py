@@ -17,7 +17,7 @@ from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutpu
 from swarm_plugins.book.record import PeerBook
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.counts import ClientCounts
-from swarm_plugins.client.discovery.network import LastingNetwork, Network
+from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.client.discovery.view import Fallback, SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.servers import Guard, Servers
@@ -27,6 +27,7 @@ from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.client.training.norms import weight_norms
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
+from swarm_plugins.transport.channel import Network
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.local import LocalRoutes
 from swarm_plugins.transport.loop import LoopThread
@@ -135,7 +136,7 @@ class SwarmConnection:
         """
         self.start()
         if self.local is None or self.peers is None:
-            raise SwarmError("the connection is closed: make a new one")
+            raise SwarmError("another thread has just closed this connection to the swarm: load the model again")
         guard = None if make_guard is None else make_guard(self.peers.book)
         fallback = None if serve_here is None else serve_here(self.local, self.peers.book)
         self._helpers.update(helper for helper in (guard, fallback) if helper is not None)
@@ -266,7 +267,7 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
         known = _connections.get((addresses, config))
         if known is None:
             # Made and checked now: a model that is loaded first would report it minutes later.
-            check_peer_ids(config.allowed_peers)
+            check_peer_ids(config.allowed_peers or ())
             # Nodes of the DHT need not be among the servers that are allowed.
             node = config.node(initial_peers=addresses, allowed_peers=None, host_maddrs=())
             node.check_files()

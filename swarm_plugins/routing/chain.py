@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swarm_plugins.routing.ways import direct_ways
-
 _LONGEST_S = 1e6
 _LEAST_S = 1e-6
 _ALIKE = 0.04
@@ -121,6 +119,20 @@ class _Ways(NamedTuple):
     """From each server to the client, or the server after: ``[M]``."""
 
 
+def way_s(one: ServerEntry, two: ServerEntry) -> float:
+    """Returns the seconds from one server to another: by the client, unless both announce a shorter way.
+
+    A server may lie about its distances to get more work. So a distance counts only if both ends announce it, as the
+    longer of their figures, and as no shorter than the triangle with the client permits.
+    """
+    by_client_s = (one.round_trip_s + two.round_trip_s) / 2
+    there, back = one.round_trips.get(two.peer), two.round_trips.get(one.peer)
+    if there is None or back is None:
+        return by_client_s
+    least_s = abs(one.round_trip_s - two.round_trip_s)
+    return min(max(there, back, least_s) / 2, by_client_s)
+
+
 def _direct_ways(
     servers: Sequence[ServerEntry],
     pushing: Mapping[str, ServerEntry],
@@ -129,11 +141,22 @@ def _direct_ways(
 ) -> _Ways | None:
     """Returns the ways between servers and the demand's neighbors; None if none is shorter than by the client."""
     neighbors = [pushing[peer] for peer in (demand.sender, demand.receiver) if peer in pushing]
-    ways = direct_ways([*servers, *neighbors], closed)
-    if ways is None:
+    everyone = [*servers, *neighbors]
+    index = {server.peer: number for number, server in enumerate(everyone)}
+    half_s = np.array([server.round_trip_s for server in everyone]) / 2
+    by_client_s = half_s[:, None] + half_s
+    ways = by_client_s.copy()
+    for row, one in enumerate(everyone):
+        for peer in one.round_trips:
+            if (column := index.get(peer)) is not None:
+                ways[row, column] = way_s(one, everyone[column])
+    if (ways == by_client_s).all():
         return None
-    there = back = np.array([server.round_trip_s for server in servers]) / 2
+    for sender, receiver in closed:
+        if sender in index and receiver in index:
+            ways[index[sender], index[receiver]] = np.inf
     num_servers = len(servers)
+    there = back = half_s[:num_servers]
     if demand.sender in pushing:
         there = ways[num_servers, :num_servers] - neighbors[0].round_trip_s / 2
     if demand.receiver in pushing:

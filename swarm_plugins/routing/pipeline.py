@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, plan
-from swarm_plugins.routing.ways import way_s
+from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, plan, way_s
 
 _REQUEST_S = 0.002
 """What a request takes of its server and its client besides the blocks."""

@@ -13,12 +13,12 @@ from torch import nn
 from swarm_plugins.errors import CheckpointError, ProtocolError, SwarmError, one_line
 from swarm_plugins.together.blobs import RPC
 from swarm_plugins.together.config import RunConfig
-from swarm_plugins.together.node import RunNode
 from swarm_plugins.together.outer import Array, SharedState, read_state, write_update
 from swarm_plugins.together.peer import RunPeer
 from swarm_plugins.together.signing import Seal, run_hash
 from swarm_plugins.together.tensors import TrainedTensors
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.lasting import LastingNode
 from swarm_plugins.transport.loop import LoopThread
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.run_messages import RunSpec
@@ -80,7 +80,7 @@ class SharedRun:
         self._config = config
         self._node_config = node
         self._loop = LoopThread("swarm-run")
-        self._node: RunNode | None = None
+        self._node: LastingNode | None = None
         self._peer: RunPeer | None = None
         self._base: SharedState | None = None
         """The shared state that the module's weights come from."""
@@ -120,8 +120,9 @@ class SharedRun:
         log.info("joined run %s: round %d, %d peer(s)", self.run_id, progress.round, progress.peers)
 
     async def _join(self, own: SharedState) -> RunPeer:
-        self._node = RunNode(SwarmNode(self._node_config))
+        self._node = LastingNode(SwarmNode(self._node_config))
         await self._node.start()
+        await (await self._node.node()).member.check_clock()
         config = self._config
         seal = Seal(
             run_hash(self.run_id),

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from swarm_plugins.errors import TransportError
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -113,3 +114,8 @@ Handler = Callable[[Channel], Awaitable[None]]
 
 class Network(Transport, Directory, Protocol):
     """Opens channels and looks up servers."""
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What its streams have carried so far."""
+        ...

@@ -53,6 +53,7 @@ _MOST_MOVED = 0.2
 """Share of a step by which the rotated numbers may move so that they and the step stay what they are; see `_moved`."""
 _CLEARER = 1 + 2.0**-6
 _NUDGE = 1 - 2.0**-8
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _PACKABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -67,7 +68,7 @@ def packed_bytes(codec: Codec, dtype: torch.dtype, num_elements: int) -> int:
     """Returns the exact size of a packed tensor."""
     if codec == "none":
         return num_elements * dtype.itemsize
-    if codec in ("float16", "bfloat16"):
+    if codec in _HALVES:
         return num_elements * 2
     num_blocks, rest = divmod(num_elements, BLOCK_ELEMENTS)
     return rest * dtype.itemsize + _BLOCK_BYTES * num_blocks
@@ -83,13 +84,11 @@ def pack(tensor: Tensor, codec: Codec) -> Tensor | None:
     Returns:
         The packed tensor; None for one of 16 bits that ``rotated8`` does not give back the same each time.
     """
-    if codec == "none":
+    if codec == "rotated8":
+        return _to_rotated8(tensor)
+    if codec == "none" or tensor.dtype == _HALVES[codec]:
         return tensor
-    if codec == "float16":
-        return _to_float16(tensor)
-    if codec == "bfloat16":
-        return _to_bfloat16(tensor)
-    return _to_rotated8(tensor)
+    return _saturated(tensor, _HALVES[codec])
 
 
 def unpack(payload: Tensor, codec: Codec, dtype: torch.dtype, num_elements: int) -> Tensor:
@@ -105,7 +104,7 @@ def unpack(payload: Tensor, codec: Codec, dtype: torch.dtype, num_elements: int)
         values = torch.empty(num_elements, dtype=dtype)
         unpack_rotated8(payload, values)
         return values
-    half = payload.view(torch.float16 if codec == "float16" else torch.bfloat16)
+    half = payload.view(_HALVES[codec])
     # The result must own its memory.
     return half.clone() if dtype == half.dtype else half.to(dtype)
 
@@ -119,14 +118,6 @@ def has_non_finite(tensor: Tensor) -> bool:
     if math.isfinite(tensor.detach().sum(dtype=torch.float32).item()):
         return False
     return not bool(torch.isfinite(tensor.detach()).all())
-
-
-def _to_float16(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float16 else _saturated(tensor, torch.float16)
-
-
-def _to_bfloat16(tensor: Tensor) -> Tensor:
-    return _saturated(tensor, torch.bfloat16)
 
 
 def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:

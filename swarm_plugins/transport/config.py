@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.transport.admission.gate import load_secret
@@ -13,7 +13,6 @@ from swarm_plugins.transport.identity import check_identity
 from swarm_plugins.transport.reach.addresses import check_address, check_peer_ids, peer_id_in
 
 Discovery = Literal["dht", "static"]
-_DISCOVERIES = ("dht", "static")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,7 @@ class NodeConfig(ReachableConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_discovery(self.discovery)
-        check_peer_ids(self.allowed_peers)
+        check_peer_ids(self.allowed_peers or ())
         self._keep_tuple("initial_peers", "addresses")
         for address in self.initial_peers:
             peer_id_in(address)
@@ -142,5 +141,5 @@ class NodeConfig(ReachableConfig):
 
 def check_discovery(discovery: object) -> None:
     """Raises ConfigError unless servers can be found that way."""
-    if discovery not in _DISCOVERIES:
-        raise ConfigError(f"unknown discovery {discovery!r}; known: {', '.join(_DISCOVERIES)}")
+    if discovery not in get_args(Discovery):
+        raise ConfigError(f"unknown discovery {discovery!r}; known: {', '.join(get_args(Discovery))}")

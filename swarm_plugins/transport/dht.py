@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
 import statistics
 import time
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from hivemind.dht.node import DHTNode
@@ -72,6 +73,8 @@ _LEAVE_TIMEOUT_S = 3.0
 _CALL_TIMEOUT_S = 20.0
 """Longest look-up or announcement."""
 _TOMBSTONE_S = 60.0
+_MOST_AHEAD_S = 30.0
+"""Records of a run's peers live for two minutes."""
 # Two records of one owner under one key differ in their expiration.
 _LATER_S = 0.001
 
@@ -91,15 +94,16 @@ class SwarmDHT:
         self._known = known_peers
         self._gate = gate
         self._loop = LoopThread("swarm-dht")
-        self._connection: DHTConnection | None = None
-        self._dht: DHTNode | None = None
-        self._neighbors: Neighbors | None = None
+        self._leaving = contextlib.AsyncExitStack()
+        self._dht: DHTNode
+        self._neighbors: Neighbors
         self._version: str | None = None
         self._expirations: dict[str, float] = {}
 
     async def start(self) -> None:
         """Joins the DHT; raises TransportError if no initial peer is a member of it."""
         self._loop.start()
+        self._leaving.push_async_callback(self._loop.aclose)
         try:
             await self._there(self._join(), "joining the DHT", timeout_s=_BOOTSTRAP_TIMEOUT_S)
         except RuntimeError as exc:
@@ -110,8 +114,9 @@ class SwarmDHT:
             ) from exc
 
     async def _join(self) -> None:
-        connection = self._connection = await DHTConnection.open(self._daemon.socket_path, self._gate)
-        dht = await DHTNode.create(
+        connection = await DHTConnection.open(self._daemon.socket_path, self._gate)
+        self._leaving.callback(self._loop.call_soon, connection.close)
+        dht = self._dht = await DHTNode.create(
             p2p=connection,
             initial_peers=[f"/p2p/{peer_id_in(address)}" for address in self._config.initial_peers] or None,
             client_mode=self._config.is_client,
@@ -134,38 +139,35 @@ class SwarmDHT:
         dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1
         addresses = (*self._config.initial_peers, *self._known)
-        neighbors = Neighbors(connection, self._daemon.socket_path, dht, addresses)
+        self._neighbors = Neighbors(connection, self._daemon.socket_path, dht, addresses)
         if self._known:
-            await neighbors.call_lost()
-        self._neighbors, self._dht = neighbors, dht
+            await self._neighbors.call_lost()
+        self._leaving.push_async_callback(self._shut_down)
 
     async def close(self) -> None:
         """Leaves the DHT. Idempotent."""
-        dht, self._dht = self._dht, None
-        # A dead daemon never answers.
-        if dht is not None and self._daemon.is_alive:
+        await self._leaving.aclose()
+
+    async def _shut_down(self) -> None:
+        if self._daemon.is_alive:  # a dead one never answers
             try:
-                await self._there(dht.shutdown(), "leaving the DHT", timeout_s=_LEAVE_TIMEOUT_S)
+                await self._there(self._dht.shutdown(), "leaving the DHT", timeout_s=_LEAVE_TIMEOUT_S)
             except TransportError as exc:
                 log.debug("left the DHT without notice: %s", exc)
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._loop.call_soon(connection.close)
-        await self._loop.aclose()
 
     @property
     def is_alone(self) -> bool:
         """Whether all other nodes that this one knew are lost."""
-        return self._neighbors is not None and self._neighbors.is_alone
+        return self._neighbors.is_alone
 
     @property
     def known_peers(self) -> tuple[str, ...]:
         """Addresses of the nodes that were known lately."""
-        return () if self._neighbors is None else self._neighbors.addresses
+        return self._neighbors.addresses
 
-    async def clock_ahead_s(self) -> float:
-        """Returns by how much this machine's clock is ahead of the initial peers' (their median); 0 if none answers."""
-        protocol = self._running().protocol
+    async def check_clock(self) -> None:
+        """Raises ConfigError if this machine's clock is far from those of the initial peers (their median)."""
+        protocol = self._dht.protocol
 
         async def ask(peer: PeerID) -> float | None:
             request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
@@ -179,7 +181,13 @@ class SwarmDHT:
             found = await asyncio.gather(*map(ask, self._initial))
             return [one for one in found if one is not None and math.isfinite(one)]
 
-        return statistics.median(await self._there(ask_all(), "asking for the time") or [0.0])
+        ahead_s = statistics.median(await self._there(ask_all(), "asking for the time") or [0.0])
+        if abs(ahead_s) > _MOST_AHEAD_S:
+            raise ConfigError(
+                f"this machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the swarm's "
+                f"(at most {_MOST_AHEAD_S:g} s is allowed): peers would take each other's records for expired; set the "
+                "clock, and start again"
+            )
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Announces that this node serves ``info``; see `SwarmNode.announce`."""
@@ -229,21 +237,21 @@ class SwarmDHT:
 
     async def models(self) -> dict[str, ModelInfo]:
         """Returns all announced model versions, by version; see `majority`."""
-        found = await self._find(model_keys())
-        if len(found) > _CROWD:
-            found = await self._find_near(model_keys()) or found
+        found = await self._find_trusted(model_keys())
         return majority(record for _, record in found if isinstance(record, ModelRecord))
 
-    async def announce_run(self, run: str, ttl_s: float) -> None:
-        """Announces that this node takes part in a run; see `SwarmNode.announce_run`."""
-        await self._call_lost()
-        await self._store({run_key(run): RunRecord(run=run)}, ttl_s)
+    async def announce_run(self, run: bytes, ttl_s: float) -> None:
+        """Announces for ``ttl_s`` seconds that this node takes part in a run; repeat it in time.
 
-    async def run_peers(self, run: str) -> list[str]:
-        """Returns the peers that have announced that they take part in a run."""
-        found = await self._find([run_key(run)])
-        if len(found) > _CROWD:
-            found = await self._find_near([run_key(run)]) or found
+        Raises:
+            TransportError: If no node of the DHT accepts it.
+        """
+        await self._call_lost()
+        await self._store({run_key(run.hex()): RunRecord(run=run.hex())}, ttl_s)
+
+    async def run_peers(self, run: bytes) -> list[str]:
+        """Returns the ids of the peers that have announced that they take part in a run."""
+        found = await self._find_trusted([run_key(run.hex())])
         return [peer for peer, record in found if isinstance(record, RunRecord)]
 
     def _gone(self) -> dict[str, Record]:
@@ -253,12 +261,6 @@ class SwarmDHT:
     async def _there(self, work: Coroutine[Any, Any, _T], what: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> _T:
         """Runs a coroutine in the DHT's thread, within ``timeout_s`` and as long as the daemon lives."""
         return await self._daemon.race(asyncio.wrap_future(self._loop.submit(work)), timeout_s=timeout_s, what=what)
-
-    def _running(self) -> DHTNode:
-        self._daemon.check_alive()
-        if self._dht is None:
-            raise TransportError("this node has not joined the DHT: call start() first, and nothing after close()")
-        return self._dht
 
     async def _store(self, wanted: dict[str, Record], ttl_s: float) -> None:
         for _ in range(2):
@@ -281,7 +283,7 @@ class SwarmDHT:
         return {key: max(soonest, self._expirations.get(key, 0.0) + _LATER_S) for key in keys}
 
     async def _try_store(self, wanted: dict[str, Record], expirations: dict[str, float]) -> bool:
-        dht = self._running()
+        dht = self._dht
         keys = list(wanted)
         values = [sign_record(self._identity, key, wanted[key], expirations[key]) for key in keys]
         times = [expirations[key] for key in keys]
@@ -307,9 +309,14 @@ class SwarmDHT:
     async def _find(self, keys: Iterable[str]) -> list[tuple[str, Record]]:
         return await self._opened(await self._look_up(keys))
 
+    async def _find_trusted(self, keys: Sequence[str]) -> list[tuple[str, Record]]:
+        """Returns the records under some keys; of a crowd, which anyone can make up, those that are near."""
+        found = await self._find(keys)
+        return (await self._find_near(keys) or found) if len(found) > _CROWD else found
+
     async def _find_near(self, keys: Iterable[str]) -> list[tuple[str, Record]]:
         """Returns the records that this node and its initial peers keep themselves."""
-        protocol = self._running().protocol
+        protocol = self._dht.protocol
         names = {DHTID.generate(source=key): key for key in keys}
 
         async def ask() -> list[Item]:
@@ -350,20 +357,16 @@ class SwarmDHT:
         return found
 
     async def _note_addresses(self) -> None:
-        if self._neighbors is not None:
-            await self._there(self._neighbors.note_addresses(), "listing peers")
+        await self._there(self._neighbors.note_addresses(), "listing peers")
 
     async def _call_lost(self) -> bool:
-        return self._neighbors is not None and await self._there(self._neighbors.call_lost(), "calling lost peers")
+        return await self._there(self._neighbors.call_lost(), "calling lost peers")
 
     async def _ask(self, keys: list[str]) -> list[Item]:
         # Infinity: do not stop at the first node with an answer, which may know only some of the servers.
-        dht = self._running()
-
         async def ask() -> dict[str, Any]:
-            if self._neighbors is not None:
-                self._neighbors.remember()
-            return dict(await dht.get_many(keys, sufficient_expiration_time=float("inf")))
+            self._neighbors.remember()
+            return dict(await self._dht.get_many(keys, sufficient_expiration_time=float("inf")))
 
         found = await self._there(ask(), "asking the DHT")
         return [

@@ -11,11 +11,10 @@ import fcntl
 import hashlib
 import os
 import shlex
-import shutil
 import stat
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -43,6 +42,8 @@ class Identity:
     """In libp2p's encoding."""
     peer_id: str
     """Base58."""
+    content: bytes = field(repr=False)
+    """Of a file that holds the private key."""
 
     def sign(self, data: bytes) -> bytes:
         """Returns a signature that [`is_signed_by`][swarm_plugins.transport.identity.is_signed_by] accepts."""
@@ -86,23 +87,25 @@ def create_identity_file(path: Path) -> None:
     Raises:
         ConfigError: If the file cannot be written.
     """
-    _write_key(path, ed25519.Ed25519PrivateKey.generate())
+    write_identity(path, new_identity())
 
 
 def new_identity() -> Identity:
     """Returns a new Ed25519 identity that lies in no file."""
     key = ed25519.Ed25519PrivateKey.generate()
-    return _identity(key, _ED25519, key.public_key().public_bytes_raw())
+    public = key.public_key().public_bytes_raw()
+    return _identity(key, _ED25519, public, _record(_ED25519, key.private_bytes_raw() + public))
 
 
-def _write_key(path: Path, key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey) -> None:
-    if isinstance(key, rsa.RSAPrivateKey):
-        raise ConfigError(f"cannot write an RSA identity to {path}: expected an Ed25519 key")
-    data = key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    content = _record(_ED25519, data)
+def write_identity(path: Path, identity: Identity) -> None:
+    """Writes an identity to a file that must not exist yet, readable by its owner only.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
+            file.write(identity.content)
     except OSError as exc:
         raise _not_writable(path, exc.strerror) from exc
 
@@ -113,73 +116,52 @@ def _not_writable(path: Path, reason: str | None) -> ConfigError:
     )
 
 
-def _temporary_path() -> Path:
-    # Only its owner can enter a temporary directory.
-    return Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity"
-
-
 class IdentityFile:
-    """An identity file, locked against other processes on this machine."""
+    """The identity of a node, in memory or in a file that is locked against other processes on this machine."""
 
-    def __init__(self, path: Path, identity: Identity, lock: int, *, existed: bool, is_temporary: bool) -> None:
-        self.path = path
-        self._num_users = 1
+    def __init__(
+        self, identity: Identity, path: Path | None = None, lock: BinaryIO | None = None, *, existed: bool = False
+    ) -> None:
         self.identity = identity
+        self.path = path
+        """None: the identity lies in memory only."""
         self.existed = existed
-        """Whether it was there before, so that another peer may use it too."""
-        self._lock: int | None = lock
-        self._is_temporary = is_temporary
+        """Whether the file was there before, so that another peer may use it too."""
+        self._lock = lock
 
     @classmethod
     def take(cls, path: Path | None) -> IdentityFile:
-        """Opens an identity file, creating it if necessary; None: a temporary one.
+        """Opens an identity file, creating it if necessary; None: a new identity in memory.
 
         Raises:
             ConfigError: If it cannot be read or written, or is in use.
         """
-        is_temporary = path is None
-        path = Path(path or _temporary_path())
+        if path is None:
+            return cls(new_identity())
         existed = path.exists()
         if not existed:
             create_identity_file(path)
         identity = load_identity(path)
-        lock = os.open(path, os.O_RDONLY)
+        lock = path.open("rb")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
-            os.close(lock)
+            lock.close()
             raise ConfigError(
                 f"identity {path} ({identity.peer_id}) is in use by another node on this machine: give each node its "
                 "own file"
             ) from exc
-        return cls(path, identity, lock, existed=existed, is_temporary=is_temporary)
+        return cls(identity, path, lock, existed=existed)
 
     def share(self) -> IdentityFile:
-        """Returns this file for one more node of this process, which gives it back too; a deleted one is there again.
-
-        Raises:
-            ConfigError: If it cannot be written.
-        """
-        if self._is_temporary and not self.path.exists():
-            path = _temporary_path()
-            _write_key(path, self.identity.private_key)
-            self.path = path
-        self._num_users += 1
-        return self
-
-    def delete_if_temporary(self) -> None:
-        """Deletes a temporary file, once its key is in memory: a killed process then leaves none on disk."""
-        if self._is_temporary:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
+        """Returns the same for one more node of this process, which gives it back too."""
+        lock = None if self._lock is None else os.fdopen(os.dup(self._lock.fileno()), "rb")
+        return IdentityFile(self.identity, self.path, lock, existed=self.existed)
 
     def give_back(self) -> None:
-        """Unlocks the file when no other node uses it; deletes it if it is temporary. Once for each user."""
-        self._num_users -= 1
-        if self._lock is None or self._num_users:
-            return
-        os.close(self._lock)
-        self._lock = None
-        self.delete_if_temporary()
+        """Unlocks the file when no other node shares it. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
 
 
 def load_identity(path: Path) -> Identity:
@@ -215,13 +197,13 @@ def _decode(path: Path, content: bytes) -> Identity:
         key_type, data = _read_record(content)
         if key_type == _ED25519:
             private = ed25519.Ed25519PrivateKey.from_private_bytes(data[:32])
-            return _identity(private, key_type, private.public_key().public_bytes_raw())
+            return _identity(private, key_type, private.public_key().public_bytes_raw(), content)
         if key_type == _RSA:
             key = serialization.load_der_private_key(data, password=None)
             if isinstance(key, rsa.RSAPrivateKey):
                 public = key.public_key()
                 der, info = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-                return _identity(key, key_type, public.public_bytes(encoding=der, format=info))
+                return _identity(key, key_type, public.public_bytes(encoding=der, format=info), content)
     except ValueError as exc:
         raise ConfigError(
             f"{path} is not a libp2p private key ({exc}): name another file, such as one that "
@@ -230,9 +212,11 @@ def _decode(path: Path, content: bytes) -> Identity:
     raise ConfigError(f"identity {path} has a key of type {key_type}: expected Ed25519 or RSA")
 
 
-def _identity(key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey, key_type: int, public: bytes) -> Identity:
+def _identity(
+    key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey, key_type: int, public: bytes, content: bytes
+) -> Identity:
     encoded = _record(key_type, public)
-    return Identity(key, encoded, peer_id_of(encoded))
+    return Identity(key, encoded, peer_id_of(encoded), content)
 
 
 def _record(key_type: int, data: bytes) -> bytes:

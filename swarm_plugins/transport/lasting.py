@@ -115,6 +115,14 @@ class LastingNode:
         """Returns all announced model versions, by version."""
         return await (await self.node()).models()
 
+    async def announce_run(self, run: bytes, ttl_s: float) -> None:
+        """Announces that this node takes part in a run; see `SwarmDHT.announce_run`."""
+        await (await self.node()).member.announce_run(run, ttl_s)
+
+    async def run_peers(self, run: bytes) -> list[str]:
+        """Returns the ids of the peers of a run."""
+        return await (await self.node()).member.run_peers(run)
+
     async def close(self) -> None:
         """Leaves the swarm. Idempotent."""
         renewal = self._renewal

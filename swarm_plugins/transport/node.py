@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from swarm_plugins.errors import ConfigError, RemoteError, TransportError
 from swarm_plugins.ledger import Ledger
@@ -16,14 +17,14 @@ from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, Strange
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.counts import StreamCounts
-from swarm_plugins.transport.daemon.memory import DaemonMemory
+from swarm_plugins.transport.daemon.memory import watch_memory
 from swarm_plugins.transport.daemon.process import Daemon, start_daemon
 from swarm_plugins.transport.dht import SwarmDHT
 from swarm_plugins.transport.guards import install_guards
 from swarm_plugins.transport.identity import Identity, IdentityFile
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, open_stream, protocol_name
 from swarm_plugins.transport.reach.addresses import peer_id_in, with_port
-from swarm_plugins.transport.reach.relays import Relays
+from swarm_plugins.transport.reach.relays import keep_places, take_places
 from swarm_plugins.transport.reach.static import StaticPeers, ask_info
 from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.server_info import ServerInfo
@@ -70,8 +71,7 @@ class SwarmNode:
         self._listens: tuple[str, ...] = ()
         self._daemon: Daemon | None = None
         self._dht: SwarmDHT | StaticPeers | None = None
-        self._relays: Relays | None = None
-        self._memory: DaemonMemory | None = None
+        self._keepers: list[asyncio.Task[None]] = []
         self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
     async def start(self) -> None:
@@ -90,9 +90,7 @@ class SwarmNode:
             if self._identity is None:
                 self._identity = IdentityFile.take(self._config.identity)
             self._daemon = await start_daemon(self._config, self._identity)
-            self._identity.delete_if_temporary()  # the daemon has read it
-            self._memory = DaemonMemory(self._daemon, self._in_use)
-            self._memory.start()
+            self._keep(watch_memory(self._daemon, self._in_use), "watch the libp2p daemon's memory")
             opening = functools.partial(open_stream, self._daemon.socket_path)
             self._gate = Gate(self._daemon.peer_id, opening, allowed=config.allowed_peers, secret=secret)
             if secret is not None and not config.is_client:
@@ -102,13 +100,16 @@ class SwarmNode:
             else:
                 self._dht = SwarmDHT(self._daemon, self._identity.identity, config, self._known, self._gate)
             await self._join(self._dht)
-            self._relays = Relays(self._daemon, config.relays, opening)
-            await self._relays.start()
+            await take_places(self._daemon, config.relays, opening)
+            self._keep(keep_places(self._daemon, config.relays, opening), "keep places at relays")
             self._listens = await self.addresses()
         except BaseException:
             await self.close()
             raise
         log.info("joined as %s", self._daemon.peer_id)
+
+    def _keep(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._keepers.append(asyncio.create_task(work, name=name))
 
     async def _join(self, member: SwarmDHT | StaticPeers) -> None:
         try:
@@ -142,11 +143,7 @@ class SwarmNode:
         known = () if self._dht is None else self._dht.known_peers
         hosts = tuple(with_port(host, self._listens) for host in config.host_maddrs) if same_ports else None
         node = SwarmNode(
-            replace(
-                config,
-                initial_peers=(),
-                host_maddrs=hosts or config.host_maddrs,
-            ),
+            replace(config, initial_peers=(), host_maddrs=hosts or config.host_maddrs),
             known_peers=tuple(dict.fromkeys((*config.initial_peers, *self._known, *known))),
             ledger=self._ledger,
             counts=self.counts,
@@ -168,10 +165,10 @@ class SwarmNode:
         await self._acceptor.close()
         for channel in list(self._opened):
             await channel.close()
-        for keeper in (self._relays, self._memory):
-            if keeper is not None:
-                await keeper.close()
-        self._relays = self._memory = None
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
         dht, self._dht = self._dht, None
         daemon, self._daemon = self._daemon, None
         identity, self._identity = self._identity, None
@@ -264,10 +261,9 @@ class SwarmNode:
         return channel
 
     @property
-    def _member(self) -> SwarmDHT | StaticPeers:
-        if self._dht is None:
-            raise TransportError(_NOT_RUNNING)
-        return self._dht
+    def member(self) -> SwarmDHT | StaticPeers:
+        """How this node finds others; TransportError if it does not run."""
+        return _started(self._dht)
 
     async def _register(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
         daemon = _started(self._daemon)
@@ -276,11 +272,11 @@ class SwarmNode:
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version; see [`Directory`][swarm_plugins.transport.channel.Directory]."""
-        return await self._member.servers(version, num_blocks)
+        return await self.member.servers(version, num_blocks)
 
     async def models(self) -> dict[str, ModelInfo]:
         """Returns all announced model versions, by version."""
-        return await self._member.models()
+        return await self.member.models()
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Announces in the DHT for ``ttl_s`` seconds that this node serves ``info``; repeat it in time.
@@ -289,28 +285,11 @@ class SwarmNode:
             ConfigError: If ``info`` or ``ttl_s`` is out of range, or the node is a client.
             TransportError: If no node of the DHT accepts it.
         """
-        await self._member.announce(info, ttl_s)
-
-    async def clock_ahead_s(self) -> float:
-        """Returns by how much this machine's clock is ahead of the initial peers'; 0 if there are none."""
-        return await self._member.clock_ahead_s()
-
-    async def announce_run(self, run: bytes, ttl_s: float) -> None:
-        """Announces in the DHT for ``ttl_s`` seconds that this node takes part in a run; repeat it in time.
-
-        Raises:
-            ConfigError: If the swarm has no DHT.
-            TransportError: If no node of the DHT accepts it.
-        """
-        await self._member.announce_run(run.hex(), ttl_s)
-
-    async def run_peers(self, run: bytes) -> list[str]:
-        """Returns the ids of the peers that take part in a run, as they have announced."""
-        return await self._member.run_peers(run.hex())
+        await self.member.announce(info, ttl_s)
 
     async def retract(self) -> None:
         """Withdraws the announcement. Idempotent."""
-        await self._member.retract()
+        await self.member.retract()
 
 
 def _started(part: _T | None) -> _T:

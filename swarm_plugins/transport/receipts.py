@@ -84,22 +84,13 @@ class Signer(NamedTuple):
     dtype: str
     quantization: str
 
-    def sign(self, request: Asked, answer: Signable) -> Signable:
-        """Returns the answer with a receipt."""
-        return self._signed(request_hash(request), request, answer, b"")
+    def sign(self, request: Asked, answer: Signable, history: bytes = b"") -> tuple[Signable, bytes]:
+        """Returns the answer with a receipt, and the history of the session after it.
 
-    def sign_step(
-        self, request: SessionStep, answer: SessionStepResponse, history: bytes
-    ) -> tuple[SessionStepResponse, bytes]:
-        """Returns the answer with a receipt, and the session's history after this step.
-
-        ``history`` is the one before it; empty if it is not known, then none is named.
+        ``history`` is that before a session's step; empty if it is not known, or if there is no session: then the
+        receipt names none, and none is returned.
         """
         asked = request_hash(request)
-        signed = self._signed(asked, request, answer, history)
-        return signed, next_history(history, asked) if history else b""
-
-    def _signed(self, asked: bytes, request: Asked, answer: Signable, history: bytes) -> Signable:
         receipt = Receipt(
             public_key=self.identity.public_key,
             signature=b"",
@@ -109,54 +100,40 @@ class Signer(NamedTuple):
             history=history,
         )
         signature = self.identity.sign(_statement(asked, request.reply_codec, answer, receipt))
-        return msgspec.structs.replace(answer, receipt=msgspec.structs.replace(receipt, signature=signature))
+        signed = msgspec.structs.replace(answer, receipt=msgspec.structs.replace(receipt, signature=signature))
+        return signed, next_history(history, asked) if history else b""
 
 
-def check_receipt(peer: str, request: Asked, answer: Signable) -> Receipt:
-    """Returns the receipt of an answer.
+def check_receipt(peer: str, request: Asked, answer: Signable, history: bytes = b"") -> tuple[Receipt, bytes]:
+    """Returns the receipt of an answer, and the history of the session after it.
+
+    The history returned is empty if the receipt names none: then it vouches for this answer alone.
 
     Args:
         peer: Who has to have signed it.
         request: The request as it arrived there.
         answer: The answer as it arrived here.
+        history: That before a session's step; empty if it is not known, or if there is no session.
 
     Raises:
-        ProtocolError: If there is none, or it is not this peer's receipt for this answer to this request.
+        ProtocolError: If there is none, or it is not this peer's receipt for this answer to this request; or if it
+            names another history.
     """
-    return _checked(peer, request_hash(request), request, answer)
-
-
-def check_step_receipt(
-    peer: str, request: SessionStep, answer: SessionStepResponse, history: bytes
-) -> tuple[Receipt, bytes]:
-    """Returns the receipt of a session's step, and the session's history after it.
-
-    ``history`` is the one before it; empty if it is not known. The history returned is empty if the receipt names none:
-    then it vouches for this step alone.
-
-    Raises:
-        ProtocolError: As for `check_receipt`; or if it names another history.
-    """
-    asked = request_hash(request)
-    receipt = _checked(peer, asked, request, answer)
-    if not history or not receipt.history:
-        return receipt, b""
-    if receipt.history != history:
-        raise ProtocolError(f"server {peer} signed a receipt for another history of the session")
-    return receipt, next_history(history, asked)
-
-
-def _checked(peer: str, asked: bytes, request: Asked, answer: Signable) -> Receipt:
     receipt = answer.receipt
     if receipt is None:
         raise ProtocolError(f"server {peer} signed no receipt for its answer")
     if peer_id_of(receipt.public_key) != peer:
         raise ProtocolError(f"server {peer} signed a receipt with a key of another peer")
+    asked = request_hash(request)
     plain = msgspec.structs.replace(answer, receipt=None)
     statement = _statement(asked, request.reply_codec, plain, receipt)
     if not is_signed_by(receipt.public_key, statement, receipt.signature):
         raise ProtocolError(f"server {peer} signed a receipt for something other than its answer")
-    return receipt
+    if not history or not receipt.history:
+        return receipt, b""
+    if receipt.history != history:
+        raise ProtocolError(f"server {peer} signed a receipt for another history of the session")
+    return receipt, next_history(history, asked)
 
 
 def _statement(asked: bytes, codec: Codec, answer: Message, receipt: Receipt) -> bytes:

@@ -110,11 +110,11 @@ class Claim:
             ProtocolError: If it has not signed it, or of a kept graph, the answer to the forward.
         """
         if self.backward is None:
-            return check_receipt(self.peer, self.forward, self.outputs)
+            return check_receipt(self.peer, self.forward, self.outputs)[0]
         request, response = self.backward
         if request.forward is None:
             check_receipt(self.peer, self.forward, self.outputs)
-        return check_receipt(self.peer, request, response)
+        return check_receipt(self.peer, request, response)[0]
 
     def inputs(self) -> SpanInputs:
         """Returns the inputs of the forward in the server's type."""

@@ -24,7 +24,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
     SessionStepResponse,
 )
-from swarm_plugins.transport.receipts import check_step_receipt, history_after
+from swarm_plugins.transport.receipts import check_receipt, history_after
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification.checker import Finding
 from swarm_plugins.verification.claims import Claim, check_kind, copied, travelled
@@ -110,7 +110,7 @@ class Examiner:
             use = AdapterUse(adapters=call.adapters, rows=answer.request.adapter_rows)
             before = history_after(sent.opened, arrived[:-1])
             history = session_history(sent.opened, ((one, use) for one in arrived))
-        receipt, after = check_step_receipt(answer.peer, arrived[-1], answer.response, before)
+        receipt, after = check_receipt(answer.peer, arrived[-1], answer.response, before)
         check_kind(answer.peer, receipt, version, kind)
         forward = repeated_forward(history, arrived[-1], version)
         num_tokens = forward.hidden.shape[0] * forward.hidden.shape[1]

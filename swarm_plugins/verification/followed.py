@@ -9,7 +9,7 @@ from swarm_plugins.client.sessions.history import History
 from swarm_plugins.client.sessions.span import SentSession, StepCall
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.messages import SessionStep, SessionStepResponse
-from swarm_plugins.transport.receipts import check_step_receipt, first_history
+from swarm_plugins.transport.receipts import check_receipt, first_history
 from swarm_plugins.verification.claims import check_kind, copied, travelled
 from swarm_plugins.verification.evidence import Evidence, evidence_of_session
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
@@ -63,7 +63,7 @@ class FollowedSession:
         is_first = not self._steps
         if is_first and sent is not None:
             self._sent, self._history = sent, first_history(sent.opened)
-        receipt, after = check_step_receipt(peer, request, answer.response, self._history)
+        receipt, after = check_receipt(peer, request, answer.response, self._history)
         check_kind(peer, receipt, self.version, self.shadow.kind)
         if self._history and not after and not is_first:
             raise ProtocolError(f"server {peer} does not vouch for the session's history any more")

@@ -34,7 +34,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
     SessionStepResponse,
 )
-from swarm_plugins.transport.receipts import check_step_receipt, history_after, request_hash
+from swarm_plugins.transport.receipts import check_receipt, history_after, request_hash
 from swarm_plugins.transport.wire import decode
 from swarm_plugins.verification.claims import Claim, travelled
 from swarm_plugins.verification.evidence import Evidence, SessionFrames
@@ -238,7 +238,7 @@ def _check_step_receipts(
     """Returns the receipt of the last answer; all must say the same about the server, and name all steps before."""
     said = set()
     for step, answer in pairs:
-        receipt, history = check_step_receipt(peer, step, answer, history)
+        receipt, history = check_receipt(peer, step, answer, history)
         if not history:
             raise ProtocolError(f"server {peer} has not signed for the session's history")
         said.add((receipt.version, receipt.dtype, receipt.quantization))

@@ -96,7 +96,7 @@ def warm_trainers(swarm: LocalSwarm) -> Iterator[WarmServers]:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "SWARM_INITIAL_PEERS": " ".join(swarm.initial_peers),
     }
-    warm = WarmServers(environment, (), ["trainer_kit", "swarm_plugins.together.node"])
+    warm = WarmServers(environment, (), ["trainer_kit", "swarm_plugins.transport.lasting"])
     warm.open()
     yield warm
     warm.close()

@@ -21,7 +21,7 @@ from hivemind.utils import MSGPackSerializer
 from p2p_kit import INFO, client, echo, run, server
 
 from swarm_plugins.transport import limits
-from swarm_plugins.transport.admission import calls, storage
+from swarm_plugins.transport.admission import addresses, calls
 from swarm_plugins.transport.identity import create_identity_file, load_identity
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
@@ -233,7 +233,7 @@ def test_thousands_of_calls_at_once_keep_no_honest_record_out() -> None:
 def test_a_crowd_of_one_address_does_not_push_out_a_server_that_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "MAX_OWNERS_PER_HOST", 3)
+    monkeypatch.setattr(addresses, "MAX_PEERS_PER_HOST", 3)
     monkeypatch.setattr(calls, "_PAUSE_S", 0.0)
 
     async def announce_a_sybil(victim: SwarmNode, number: int) -> bool:

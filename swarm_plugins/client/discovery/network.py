@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Protocol
 
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.transport.channel import BackoffError, Channel, Directory, Transport
-from swarm_plugins.transport.counts import StreamCounts
+from swarm_plugins.transport.channel import BackoffError, Channel
 from swarm_plugins.transport.lasting import LastingNode
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.records import ModelInfo
@@ -27,15 +25,6 @@ _NEWS_S = 300.0
 """Between two warnings: clients call a lost server until its announcement has expired."""
 _MAX_RETIRED = 2
 """Replaced nodes that are kept while streams are open in them."""
-
-
-class Network(Transport, Directory, Protocol):
-    """Opens channels and looks up servers."""
-
-    @property
-    def counts(self) -> StreamCounts:
-        """What its streams have carried so far."""
-        ...
 
 
 class LastingNetwork(LastingNode):

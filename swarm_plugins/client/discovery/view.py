@@ -11,9 +11,8 @@ from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
-from swarm_plugins.routing.chain import Alternative, expected
+from swarm_plugins.routing.chain import Alternative, expected, way_s
 from swarm_plugins.routing.pipeline import Schedule, best_schedule
-from swarm_plugins.routing.ways import way_s
 from swarm_plugins.transport.server_info import ServerInfo
 
 

@@ -42,7 +42,8 @@ async def signed(service: Service, request: Asked, answer: Signable) -> Signable
         main = request.forward.hidden
     else:
         main = request.grad_hidden if isinstance(request, BackwardRequest) else request.hidden
-    return await _hashing(main.nbytes, functools.partial(signer.sign, request, answer))
+    found, _ = await _hashing(main.nbytes, functools.partial(signer.sign, request, answer))
+    return found
 
 
 async def signed_step(
@@ -52,7 +53,7 @@ async def signed_step(
     signer = _signer(service, request)
     if signer is None:
         return answer
-    sign = functools.partial(signer.sign_step, request, answer, history)
+    sign = functools.partial(signer.sign, request, answer, history)
     answer, session.history = await _hashing(request.hidden.nbytes, sign)
     return answer
 

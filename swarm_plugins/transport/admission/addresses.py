@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
+MAX_PEERS_PER_HOST = 64
+"""Peers of one address (IPv4, or 64 bits of IPv6) that may have records, or a place in the routing table; peers of a
+relay share the relay's."""
+
+MAX_PEERS_PER_NETWORK = 256
+"""Peers of one network (24 bits of IPv4, 48 bits of IPv6)."""
+
+_K = TypeVar("_K")
 _IP4, _IP6 = 0x04, 0x29  # codes of multiaddr
 
 
@@ -17,6 +26,15 @@ class Origin(NamedTuple):
 
 
 UNKNOWN = Origin(b"", b"")
+
+
+def crowd(origins: Mapping[_K, Origin], origin: Origin) -> list[_K]:
+    """Returns who keeps another one of some origin out, in order; empty if its address and network have room."""
+    for name, most in (("host", MAX_PEERS_PER_HOST), ("network", MAX_PEERS_PER_NETWORK)):
+        found = [one for one, its in origins.items() if getattr(its, name) == getattr(origin, name)]
+        if len(found) >= most:
+            return found
+    return []
 
 
 def origin_of(address: bytes) -> Origin:

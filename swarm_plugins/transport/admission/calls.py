@@ -22,15 +22,10 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.admission.addresses import Origin
+from swarm_plugins.transport.admission.addresses import Origin, crowd
 from swarm_plugins.transport.admission.origins import Origins
 from swarm_plugins.transport.admission.serializer import pack_dictionary
-from swarm_plugins.transport.admission.storage import (
-    MAX_KEYS_PER_OWNER,
-    MAX_OWNERS_PER_HOST,
-    MAX_OWNERS_PER_NETWORK,
-    BoundedStorage,
-)
+from swarm_plugins.transport.admission.storage import MAX_KEYS_PER_OWNER, BoundedStorage
 from swarm_plugins.transport.records import OwnedRecordValidator
 
 log = logging.getLogger(__name__)
@@ -74,28 +69,19 @@ class Admission(OwnedRecordValidator):
             return True
         origin = await self.origins.of(peer_id.to_base58())
         self._nodes = {node: its for node, its in self._nodes.items() if node in table}
-        crowd = self._crowd(origin)
-        if not crowd:
+        # Those asked last are at the end.
+        rivals = crowd(self._nodes, origin) or (list(self._nodes) if len(self._nodes) >= MAX_NODES else [])
+        if not rivals:
             self._nodes[node_id] = origin
             return True
         if time.monotonic() - self._crowd_asked_at >= _PAUSE_S:
             self._crowd_asked_at = time.monotonic()
-            asked = crowd[:_ASKED_AT_ONCE]
+            asked = rivals[:_ASKED_AT_ONCE]
             for node in asked:
                 self._nodes[node] = self._nodes.pop(node)
             # hivemind drops those that do not answer.
             await asyncio.gather(*(_is_there(protocol, table[node].to_base58()) for node in asked))
         return False
-
-    def _crowd(self, origin: Origin) -> list[DHTID]:
-        """Returns the nodes that keep another one of some origin out, those asked last at the end."""
-        neighbors = [node for node, its in self._nodes.items() if its.host == origin.host]
-        if len(neighbors) >= MAX_OWNERS_PER_HOST:
-            return neighbors
-        network = [node for node, its in self._nodes.items() if its.network == origin.network]
-        if len(network) >= MAX_OWNERS_PER_NETWORK:
-            return network
-        return list(self._nodes) if len(self._nodes) >= MAX_NODES else []
 
     async def make_room(self, protocol: DHTProtocol, key: DHTID, origin: Origin) -> None:
         """Asks some of those who keep a newcomer out whether they are still there, and drops those who are not."""

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 
-from swarm_plugins.transport.admission.addresses import UNKNOWN, Origin
+from swarm_plugins.transport.admission import addresses
+from swarm_plugins.transport.admission.addresses import UNKNOWN, Origin, crowd
 from swarm_plugins.transport.admission.serializer import MAX_SUBKEYS
 
 MAX_KEYS = 4096
@@ -24,12 +25,6 @@ MAX_RECORDS = 20_000
 
 MAX_KEYS_PER_OWNER = 16
 """DHT keys under which one owner may have records; a server needs two."""
-
-MAX_OWNERS_PER_HOST = 64
-"""Peers of one address (IPv4, or 64 bits of IPv6) that may have records; peers of a relay share the relay's."""
-
-MAX_OWNERS_PER_NETWORK = 256
-"""Peers of one network (24 bits of IPv4, 48 bits of IPv6) that may have records."""
 
 _RECOUNT_S = 0.1
 
@@ -86,11 +81,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         owners = self._owners(key)
         if len(owners) >= MAX_SUBKEYS:
             return [owner for owner in self._origins if owner in owners]
-        if self._census.hosts[origin.host] >= MAX_OWNERS_PER_HOST:
-            return [owner for owner, its in self._origins.items() if its.host == origin.host]
-        if self._census.networks[origin.network] >= MAX_OWNERS_PER_NETWORK:
-            return [owner for owner, its in self._origins.items() if its.network == origin.network]
-        return list(self._origins)
+        return crowd(self._origins, origin) or list(self._origins)
 
     def confirm(self, owner: str) -> None:
         """Notes that an owner has been heard of."""
@@ -128,8 +119,8 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         if owner in census.keys_of:
             return census.keys_of[owner] >= MAX_KEYS_PER_OWNER
         return (
-            census.hosts[origin.host] >= MAX_OWNERS_PER_HOST
-            or census.networks[origin.network] >= MAX_OWNERS_PER_NETWORK
+            census.hosts[origin.host] >= addresses.MAX_PEERS_PER_HOST
+            or census.networks[origin.network] >= addresses.MAX_PEERS_PER_NETWORK
         )
 
     def _recount(self) -> None:

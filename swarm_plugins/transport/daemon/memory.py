@@ -30,63 +30,45 @@ _ANSWER_S = 2.0
 _AT_ONCE = 64
 
 
-class DaemonMemory:
-    """Watches a daemon's memory.
+async def watch_memory(daemon: Daemon, in_use: Callable[[], Collection[str]]) -> None:
+    """Disconnects peers when a daemon grows too large, until it ends; only where the system tells memory.
 
     Args:
         daemon: The daemon.
         in_use: Returns the ids of peers that this node does something for, or asks for something.
     """
+    was_large = False
+    while daemon.is_alive and (used := resident_bytes(daemon.pid)) is not None:
+        is_large = used > MOST_BYTES
+        if is_large:
+            try:
+                await _disconnect(daemon, used, spared=() if was_large else in_use())
+            except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
+                log.debug("cannot disconnect peers: %r", exc)
+        was_large = is_large
+        await asyncio.sleep(_SETTLE_S if was_large else _LOOK_EVERY_S)
 
-    def __init__(self, daemon: Daemon, in_use: Callable[[], Collection[str]]) -> None:
-        self._daemon = daemon
-        self._in_use = in_use
-        self._watcher: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begins to watch, where the system tells the memory of processes."""
-        if resident_bytes(self._daemon.pid) is not None:
-            self._watcher = asyncio.create_task(self._watch(), name="watch the libp2p daemon's memory")
+async def _disconnect(daemon: Daemon, used: int, spared: Collection[str]) -> None:
+    async with asyncio.timeout(_ANSWER_S):
+        connected = {peer for peer, _ in await list_connections(daemon.p2p)}
+    peers = sorted(connected.difference(spared))
+    log.warning(
+        "the libp2p daemon holds %d MiB of what peers have sent: %d of %d peers are disconnected",
+        used >> 20,
+        len(peers),
+        len(connected),
+    )
 
-    async def close(self) -> None:
-        """Watches no longer. Idempotent."""
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        was_large = False
-        while self._daemon.is_alive:
-            await asyncio.sleep(_SETTLE_S if was_large else _LOOK_EVERY_S)
-            used = resident_bytes(self._daemon.pid)
-            is_large = used is not None and used > MOST_BYTES
-            if used is not None and is_large:
-                try:
-                    await self._disconnect(used, spared=() if was_large else self._in_use())
-                except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
-                    log.debug("cannot disconnect peers: %r", exc)
-            was_large = is_large
-
-    async def _disconnect(self, used: int, spared: Collection[str]) -> None:
-        async with asyncio.timeout(_ANSWER_S):
-            connected = {peer for peer, _ in await list_connections(self._daemon.p2p)}
-        peers = sorted(connected.difference(spared))
-        log.warning(
-            "the libp2p daemon holds %d MiB of what peers have sent: %d of %d peers are disconnected",
-            used >> 20,
-            len(peers),
-            len(connected),
-        )
-        for first in range(0, len(peers), _AT_ONCE):
-            await asyncio.gather(*(self._let_go(peer) for peer in peers[first : first + _AT_ONCE]))
-
-    async def _let_go(self, peer: str) -> None:
+    async def let_go(peer: str) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._daemon.p2p._client.control.disconnect(PeerID.from_base58(peer))
+                await daemon.p2p._client.control.disconnect(PeerID.from_base58(peer))
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:  # a TimeoutError is an OSError
             log.debug("cannot disconnect %s: %r", peer, exc)
+
+    for first in range(0, len(peers), _AT_ONCE):
+        await asyncio.gather(*map(let_go, peers[first : first + _AT_ONCE]))
 
 
 def resident_bytes(pid: int) -> int | None:

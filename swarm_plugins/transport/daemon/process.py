@@ -14,7 +14,6 @@ import re
 import socket
 import sys
 from collections.abc import Awaitable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
@@ -23,7 +22,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon.sockets import SocketFolder
-from swarm_plugins.transport.identity import IdentityFile
+from swarm_plugins.transport.identity import Identity, IdentityFile, write_identity
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +130,7 @@ async def start_daemon(config: NodeConfig, identity: IdentityFile) -> Daemon:
         try:
             if identity.existed and config.initial_peers and not config.is_client and config.discovery == "dht":
                 await _check_identity_free(config, identity)
-            return Daemon(await _create(_arguments(config, identity.path)))
+            return Daemon(await _create(_arguments(config), identity.identity))
         except P2PDaemonError as exc:
             if "failed to start in" in str(exc) and attempt < _ATTEMPTS:
                 log.warning("the libp2p daemon has not started within %g s; trying again", _START_TIMEOUT_S)
@@ -184,9 +183,10 @@ async def _answers(asking: P2P, peer_id: PeerID) -> bool:
     return False
 
 
-async def _create(arguments: dict[str, Any]) -> P2P:
+async def _create(arguments: dict[str, Any], identity: Identity | None = None) -> P2P:
     created: list[P2P] = []
     folder = SocketFolder.take()
+    key = folder.path / "key"
 
     class TrackedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
         _UNIX_SOCKET_PREFIX = f"/unix{folder.path}/"
@@ -202,6 +202,9 @@ async def _create(arguments: dict[str, Any]) -> P2P:
             return [sys.executable, "-I", "-S", "-c", _START, *command]
 
     try:
+        if identity is not None:
+            write_identity(key, identity)
+            arguments = {**arguments, "identity_path": str(key)}
         return await TrackedP2P.create(**arguments)
     except BaseException:
         # hivemind does not stop a daemon that failed to start.
@@ -210,6 +213,8 @@ async def _create(arguments: dict[str, Any]) -> P2P:
                 await _stop(p2p)
         folder.remove()
         raise
+    finally:
+        key.unlink(missing_ok=True)  # the daemon has read it: a killed process then leaves none on disk
 
 
 async def _stop(p2p: P2P) -> None:
@@ -225,14 +230,13 @@ async def _stop(p2p: P2P) -> None:
     p2p.sockets.remove()
 
 
-def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
+def _arguments(config: NodeConfig) -> dict[str, Any]:
     is_static = config.discovery == "static"
     reaches_outside = not config.is_loopback_only
     return {
         "initial_peers": [] if is_static else list(config.initial_peers),
         "announce_maddrs": list(config.announced) or None,
         "host_maddrs": list(config.host_maddrs),
-        "identity_path": str(identity_path),
         # See `_check_identity_free`.
         "check_if_identity_free": False,
         "dht_mode": "client" if config.is_client or is_static else "server",

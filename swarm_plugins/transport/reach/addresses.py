@@ -56,12 +56,8 @@ def with_port(host: str, listening: Sequence[str]) -> str:
     return host
 
 
-def check_peer_ids(peers: Iterable[str] | None) -> None:
-    """Raises ConfigError if one of some peers is not a peer id, or if there are none."""
-    if peers is None:
-        return
-    if isinstance(peers, str) or not list(peers):
-        raise ConfigError(f"allowed_peers is {peers!r}: expected peer ids, or None to allow any peer")
+def check_peer_ids(peers: Iterable[str]) -> None:
+    """Raises ConfigError if one of some peers is not a peer id."""
     for peer in peers:
         try:
             _peer_id(peer)

@@ -33,60 +33,42 @@ _RENEW_EVERY_S = 30.0
 """A place lasts for an hour, but not longer than the connection."""
 
 
-class Relays:
-    """A node's places at relays.
+async def take_places(daemon: Daemon, addresses: Sequence[str], open_stream: Open) -> None:
+    """Takes a place at each relay.
 
     Args:
         daemon: The node's daemon.
         addresses: Addresses of the relays, with their peer ids.
         open_stream: Opens a stream of a protocol to a peer.
+
+    Raises:
+        TransportError: If no relay gives one.
     """
+    errors = [error for error in await _reserve_all(daemon, addresses, open_stream) if error is not None]
+    if addresses and len(errors) == len(addresses):
+        raise errors[0]
+    for error in errors:
+        log.warning("%s", error)
 
-    def __init__(self, daemon: Daemon, addresses: Sequence[str], open_stream: Open) -> None:
-        self._daemon = daemon
-        self._open = open_stream
-        self._addresses = tuple(addresses)
-        self._lost: set[str] = set()
-        self._keeper: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Takes a place at each relay, and keeps it from then on.
+async def keep_places(daemon: Daemon, addresses: Sequence[str], open_stream: Open) -> None:
+    """Keeps the places that `take_places` has taken, until the daemon ends."""
+    lost: set[str] = set()
+    while addresses and daemon.is_alive:
+        await asyncio.sleep(_RENEW_EVERY_S)
+        for address, error in zip(addresses, await _reserve_all(daemon, addresses, open_stream), strict=True):
+            if error is None:
+                lost.discard(address)
+            elif address not in lost:
+                lost.add(address)
+                log.warning("cannot be reached through a relay any more: %s", error)
 
-        Raises:
-            TransportError: If no relay gives one.
-        """
-        errors = [error for error in await self._reserve_all() if error is not None]
-        if self._addresses and len(errors) == len(self._addresses):
-            raise errors[0]
-        for error in errors:
-            log.warning("%s", error)
-        if self._addresses:
-            self._keeper = asyncio.create_task(self._keep(), name="keep places at relays")
 
-    async def close(self) -> None:
-        """Keeps the places no longer. Idempotent."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
-
-    async def _keep(self) -> None:
-        while self._daemon.is_alive:
-            await asyncio.sleep(_RENEW_EVERY_S)
-            for address, error in zip(self._addresses, await self._reserve_all(), strict=True):
-                if error is None:
-                    self._lost.discard(address)
-                elif address not in self._lost:
-                    self._lost.add(address)
-                    log.warning("cannot be reached through a relay any more: %s", error)
-
-    async def _reserve_all(self) -> list[TransportError | None]:
-        return list(await asyncio.gather(*(self._try_to_reserve(address) for address in self._addresses)))
-
-    async def _try_to_reserve(self, address: str) -> TransportError | None:
+async def _reserve_all(daemon: Daemon, addresses: Sequence[str], open_stream: Open) -> list[TransportError | None]:
+    async def try_to_reserve(address: str) -> TransportError | None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._reserve(address)
+                await _reserve(daemon, address, open_stream)
         except TransportError as exc:
             return exc
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as exc:
@@ -94,27 +76,30 @@ class Relays:
             return _unreachable(address)
         return None
 
-    async def _reserve(self, address: str) -> None:
-        relay = peer_id_in(address)
-        try:
-            await connect_peer(self._daemon.socket_path, relay, [place_in(address)])
-        except TransportError as exc:
-            raise _unreachable(address) from exc
-        try:
-            reader, writer = await self._open(relay, _HOP)
-        except TransportError as exc:
-            raise TransportError(
-                f"{address} is not a relay: the peer there passes no streams on; give the address of a server that "
-                "others can reach"
-            ) from exc
-        with contextlib.closing(writer):
-            await write_pbmsg(writer, HopMessage(type=_RESERVE))
-            status = await _read_status(reader)
-        if status != _OK:
-            raise TransportError(
-                f"relay {address} gives this node no place (status {status}): it has none left, or is itself behind a "
-                "relay; give another"
-            )
+    return await asyncio.gather(*map(try_to_reserve, addresses))
+
+
+async def _reserve(daemon: Daemon, address: str, open_stream: Open) -> None:
+    relay = peer_id_in(address)
+    try:
+        await connect_peer(daemon.socket_path, relay, [place_in(address)])
+    except TransportError as exc:
+        raise _unreachable(address) from exc
+    try:
+        reader, writer = await open_stream(relay, _HOP)
+    except TransportError as exc:
+        raise TransportError(
+            f"{address} is not a relay: the peer there passes no streams on; give the address of a server that "
+            "others can reach"
+        ) from exc
+    with contextlib.closing(writer):
+        await write_pbmsg(writer, HopMessage(type=_RESERVE))
+        status = await _read_status(reader)
+    if status != _OK:
+        raise TransportError(
+            f"relay {address} gives this node no place (status {status}): it has none left, or is itself behind a "
+            "relay; give another"
+        )
 
 
 def _unreachable(address: str) -> TransportError:

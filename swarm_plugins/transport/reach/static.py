@@ -68,9 +68,6 @@ class StaticPeers:
                 "there, and its address, port and firewall"
             )
 
-    async def close(self) -> None:
-        """Does nothing: there is nobody to take leave of."""
-
     @property
     def is_alone(self) -> bool:
         """Whether none of the peers could be reached the last time."""
@@ -99,18 +96,17 @@ class StaticPeers:
             for info in (await self._infos()).values()
         )
 
-    async def clock_ahead_s(self) -> float:
-        """Returns 0: nothing that a clock could spoil is announced."""
-        return 0.0
+    async def check_clock(self) -> None:
+        """Does nothing: nothing that a clock could spoil is announced."""
 
-    async def announce_run(self, run: str, ttl_s: float) -> None:
+    async def announce_run(self, run: bytes, ttl_s: float) -> None:
         """Raises ConfigError: peers of a run find each other in the DHT."""
         raise ConfigError(
             "peers that train together find each other in the swarm's DHT, but this swarm has none "
             "(discovery 'static'): join a swarm with discovery 'dht'"
         )
 
-    async def run_peers(self, run: str) -> list[str]:
+    async def run_peers(self, run: bytes) -> list[str]:
         """Returns none."""
         return []
 

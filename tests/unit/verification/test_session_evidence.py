@@ -313,7 +313,7 @@ def test_what_a_codec_loses_accuses_nobody(llama: Path, cache: Path, outlier: in
         assert not is_wrong(accusation(swarm, opened, [step], [answer]), llama)
         assert isinstance(answer, SessionStepResponse)
         wrong = msgspec.structs.replace(answer, hidden=answer.hidden.roll(1, dims=1), receipt=None)
-        lie = Signer(service.identity, service.version, "float32", "none").sign_step(step, wrong, first_history(opened))
+        lie = Signer(service.identity, service.version, "float32", "none").sign(step, wrong, first_history(opened))
         assert is_wrong(accusation(swarm, opened, [step], lie[:1]), llama)
         forward = ForwardRequest(
             version=opened.version, start=0, end=2, hidden=hidden, reply_codec="rotated8", nonce=NONCE

@@ -15,7 +15,7 @@ from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import Failure, Message, SessionOpened, SessionStep, SessionStepResponse
-from swarm_plugins.transport.receipts import check_step_receipt, first_history, history_after
+from swarm_plugins.transport.receipts import check_receipt, first_history, history_after
 
 IDENTITY = new_identity()
 NONCE = b"n" * 16
@@ -52,8 +52,8 @@ def test_each_receipt_names_the_opening_and_the_steps_before(service: Service) -
             assert named(answer) == history == history_after(opened, steps[:index])
             assert isinstance(answer, SessionStepResponse)
             with pytest.raises(ProtocolError, match="another history"):
-                check_step_receipt(IDENTITY.peer_id, step, answer, b"x" * 32)
-            _, history = check_step_receipt(IDENTITY.peer_id, step, answer, history)
+                check_receipt(IDENTITY.peer_id, step, answer, b"x" * 32)
+            _, history = check_receipt(IDENTITY.peer_id, step, answer, history)
 
     play(service, scene)
 

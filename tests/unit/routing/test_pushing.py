@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, plan
-from swarm_plugins.routing.ways import way_s
+from swarm_plugins.routing.chain import way_s
 
 SESSION = Demand(kv_tokens=1)
 
