@@ -145,7 +145,6 @@ class SwarmDHT:
         self._leaving.push_async_callback(self._shut_down)
 
     async def close(self) -> None:
-        """Leaves the DHT. Idempotent."""
         await self._leaving.aclose()
 
     async def _shut_down(self) -> None:
@@ -162,7 +161,6 @@ class SwarmDHT:
 
     @property
     def known_peers(self) -> tuple[str, ...]:
-        """Addresses of the nodes that were known lately."""
         return self._neighbors.addresses
 
     async def check_clock(self) -> None:

@@ -17,9 +17,12 @@ from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 
+_MAX_RETIRED = 2
+"""Replaced nodes that are kept while streams are open in them."""
+
 
 class LastingNode:
-    """A `SwarmNode` whose successors keep its key and its handlers; a `Transport` and a `Directory`.
+    """A `SwarmNode` whose successors keep its key and its handlers; a `Network`.
 
     Args:
         node: The first node, not started.
@@ -27,11 +30,11 @@ class LastingNode:
 
     def __init__(self, node: SwarmNode) -> None:
         self._node = node
+        self._retired: list[SwarmNode] = []
         self._handlers: Mapping[str, Handler] = {}
         self._renewal: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the first node."""
         await self._node.start()
 
     async def node(self) -> SwarmNode:
@@ -45,47 +48,54 @@ class LastingNode:
         return self._node
 
     async def renew(self, *, same_ports: bool = True) -> None:
-        """Starts another node in place of a dead one, with the same ports if that is possible; one attempt serves all.
+        """Starts another node in place of the one in use, with the same ports if that is possible.
+
+        One attempt serves all callers. A node that lives is replaced only by one that finds other peers.
 
         Raises:
             TransportError: If it cannot be started.
         """
-        if self._renewal is None or self._renewal.done():
-            if self._node.is_alive:
-                return
-            self._renewal = asyncio.create_task(self._replace_dead(same_ports), name="start another node")
         # Callers have deadlines of their own, which must not end the start in the middle.
-        await asyncio.shield(self._renewal)
+        await asyncio.shield(self._attempt(same_ports))
 
-    async def _replace_dead(self, same_ports: bool) -> None:
-        log.warning("the libp2p daemon has died; starting a new one")
-        dead = self._node
-        node = await self._started_successor(same_ports=same_ports)
-        # Meanwhile another one may have taken its place.
-        unused, self._node = (dead, node) if self._node is dead else (node, self._node)
-        with contextlib.suppress(SwarmError):
-            await unused.close()
+    def _attempt(self, same_ports: bool = True) -> asyncio.Task[None]:
+        """Returns the attempt that is under way, or a new one."""
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._replace(self._node, same_ports), name="start another node")
+        return self._renewal
 
-    async def _started_successor(self, *, same_ports: bool = True) -> SwarmNode:
-        """Returns a running successor of the node in use; raises TransportError if it does not start."""
+    async def _replace(self, node: SwarmNode, same_ports: bool) -> None:
+        if not node.is_alive:
+            log.warning("the libp2p daemon has died; starting a new one")
         try:
-            node = self._node.successor(same_ports=same_ports)
-            await node.start()
+            newer = node.successor(same_ports=same_ports)
+            await newer.start()
             try:
                 if self._handlers:
-                    await node.serve(self._handlers)
+                    await newer.serve(self._handlers)
             except BaseException:
-                await node.close()
+                await newer.close()
                 raise
         except TransportError:
             raise
         except SwarmError as exc:
             raise TransportError(f"cannot join the swarm again: {exc}") from exc
-        return node
+        if newer.is_alone and node.is_alive:
+            await _close(newer)
+            return
+        self._node = newer
+        self._retired.append(node)
+        await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        """Closes replaced nodes, unless requests and sessions with peers that they still reach go on."""
+        keep = [node for node in self._retired if node.is_alive and node.num_opened][-_MAX_RETIRED:]
+        unused = [node for node in self._retired if node not in keep]
+        self._retired = keep
+        await _close(*unused)
 
     @property
     def peer_id(self) -> str:
-        """Base58 id of this peer."""
         return self._node.peer_id
 
     @property
@@ -104,15 +114,12 @@ class LastingNode:
         await self._node.serve(handlers)
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        """Opens a channel; see `Transport`."""
         return await (await self.node()).open(peer, rpc, timeout_s=timeout_s)
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
-        """Returns the servers of a model version; see `Directory`."""
         return await (await self.node()).servers(version, num_blocks)
 
     async def models(self) -> dict[str, ModelInfo]:
-        """Returns all announced model versions, by version."""
         return await (await self.node()).models()
 
     async def announce_run(self, run: bytes, ttl_s: float) -> None:
@@ -120,14 +127,18 @@ class LastingNode:
         await (await self.node()).member.announce_run(run, ttl_s)
 
     async def run_peers(self, run: bytes) -> list[str]:
-        """Returns the ids of the peers of a run."""
         return await (await self.node()).member.run_peers(run)
 
     async def close(self) -> None:
-        """Leaves the swarm. Idempotent."""
         renewal = self._renewal
         if renewal is not None:
             renewal.cancel()
             await asyncio.wait({renewal})
+        retired, self._retired = self._retired, []
+        await _close(*retired, self._node)
+
+
+async def _close(*nodes: SwarmNode) -> None:
+    for node in nodes:
         with contextlib.suppress(SwarmError):
-            await self._node.close()
+            await node.close()

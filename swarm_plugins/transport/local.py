@@ -23,13 +23,12 @@ class _End:
         self._is_closed = False
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
-        """Sends one message; see `Channel`. ``codec`` is not used: nothing is saved by packing."""
+        # Unpacked whatever the codec: nothing is saved here.
         if self._is_closed:
             raise TransportError(f"the channel to {self.remote_peer} is closed: open a new one")
         self._outgoing.put_nowait(b"".join(encode(message)))
 
     async def receive(self, *, timeout_s: float) -> Message | None:
-        """Receives the next message; see `Channel`."""
         try:
             frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
         except TimeoutError as exc:
@@ -40,7 +39,6 @@ class _End:
         return decode(frame)
 
     async def close(self) -> None:
-        """Closes both directions. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._outgoing.put_nowait(None)
@@ -65,7 +63,6 @@ class LocalRoutes:
         self._handlers[peer] = handlers
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        """Opens a channel; see `Transport`."""
         if peer not in self._handlers:
             return await self._inner.open(peer, rpc, timeout_s=timeout_s)
         forth: _Frames = asyncio.Queue()
@@ -88,7 +85,6 @@ class LocalRoutes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Closes the inner transport."""
         await self._inner.close()
 
 

@@ -20,34 +20,6 @@ _LEAVE_S = 2.0
 """Time for tasks to clean up when the loop ends."""
 
 
-class _Waiting:
-    """What threads wait for: when the loop ends, none of them waits any longer."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.RLock()
-        self._futures: set[Future[Any]] = set()
-        self._is_over = False
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
-        """Starts a coroutine on the loop; returns None if the loop has ended."""
-        with self._lock:
-            if self._is_over:
-                return None
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
-        return future
-
-    def end(self) -> None:
-        """Cancels what is left; the loop is not closed yet."""
-        with self._lock:
-            self._is_over = True
-            left = list(self._futures)
-        for future in left:
-            future.cancel()
-
-
 class LoopThread:
     """An event loop in a daemon thread; using it after `close` raises TransportError.
 
@@ -59,19 +31,19 @@ class LoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._waiting: _Waiting | None = None
+        self._lock = threading.RLock()
+        self._awaited: dict[Future[Any], asyncio.AbstractEventLoop] = {}
+        """What threads wait for: when its loop ends, none of them waits any longer."""
 
     def start(self) -> None:
         """Starts the thread, also after `close`. Idempotent."""
         if self._thread is not None:
             return
-        loop = asyncio.new_event_loop()
-        self._loop, self._waiting = loop, _Waiting(loop)
-        self._thread = threading.Thread(target=self._run, args=(loop, self._waiting), name=self._name, daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
         self._thread.start()
 
-    @staticmethod
-    def _run(loop: asyncio.AbstractEventLoop, waiting: _Waiting) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
@@ -83,16 +55,22 @@ class LoopThread:
                 # They close streams on their way out; threads waiting for them are released then.
                 loop.run_until_complete(asyncio.wait(tasks, timeout=_LEAVE_S))
             loop.run_until_complete(loop.shutdown_asyncgens())
-            # Of tasks that take longer, and of what was submitted meanwhile.
-            waiting.end()
-            loop.close()
+            with self._lock:
+                # Tasks that take longer, and what was submitted meanwhile.
+                for future, its in list(self._awaited.items()):
+                    if its is loop:
+                        future.cancel()
+                loop.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the loop."""
-        future = None if self._waiting is None else self._waiting.start(coroutine)
-        if future is None:
-            coroutine.close()
-            raise TransportError("the connection to the swarm is closed; load the model again to open a new one")
+        with self._lock:
+            if self._loop is None or self._loop.is_closed():
+                coroutine.close()
+                raise TransportError("the connection to the swarm is closed; load the model again to open a new one")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._awaited[future] = self._loop
+        future.add_done_callback(self._awaited.pop)
         return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -190,7 +190,6 @@ class SwarmNode:
 
     @property
     def peer_id(self) -> str:
-        """Base58 id of this peer."""
         return _started(self._daemon).peer_id
 
     @property
@@ -210,16 +209,13 @@ class SwarmNode:
 
     @property
     def num_opened(self) -> int:
-        """Number of open streams to others."""
         return sum(not stream.is_closed for stream in self._opened)
 
     @property
     def num_streams(self) -> int:
-        """Number of open incoming streams."""
         return self._acceptor.num_streams
 
     async def wait_dead(self) -> None:
-        """Returns when the daemon has ended."""
         await _started(self._daemon).wait_dead()
 
     async def addresses(self) -> tuple[str, ...]:
@@ -275,7 +271,6 @@ class SwarmNode:
         return await self.member.servers(version, num_blocks)
 
     async def models(self) -> dict[str, ModelInfo]:
-        """Returns all announced model versions, by version."""
         return await self.member.models()
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
@@ -288,7 +283,6 @@ class SwarmNode:
         await self.member.announce(info, ttl_s)
 
     async def retract(self) -> None:
-        """Withdraws the announcement. Idempotent."""
         await self.member.retract()
 
 

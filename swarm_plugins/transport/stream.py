@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, cast
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from swarm_plugins.transport import limits
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receiving.allowances import Allowances, unpacking_claim
-from swarm_plugins.transport.receiving.arriving import ArrivingBody
+from swarm_plugins.transport.receiving.arriving import fill, receive_body
 from swarm_plugins.transport.receiving.turnstile import Turnstile
 from swarm_plugins.transport.receiving.waiter import Waiter
 from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decoded, encoded, parse_header
@@ -41,6 +41,15 @@ class Frame(NamedTuple):
     """Flat ``uint8``, owned by the receiver of the frame."""
     tensor_bytes: int | None = None
     """Most bytes of its tensors, if that is known."""
+
+
+class _Arriving(NamedTuple):
+    """A body that is arriving."""
+
+    num_bytes: int
+    behind: int
+    """Bytes parsed before it."""
+    since: float
 
 
 class FrameStream(asyncio.BufferedProtocol):
@@ -75,17 +84,16 @@ class FrameStream(asyncio.BufferedProtocol):
         self._is_served = is_served
         self._turnstile = turnstile
         self._allowances = allowances
-        self._tensor_bytes: int | None = None
         self._charge = ledger.charge(peer)
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
         self._transport: asyncio.Transport | None = None
         self._staging = memoryview(bytearray(_STAGING_BYTES))
-        self._header_part = bytearray()
         self._unparsed = memoryview(b"")
         """Bytes behind as many frames as may wait."""
-        self._header = FrameHeader(True, 0, 0)
-        self._body: ArrivingBody | None = None
+        self._parsed_bytes = 0
+        self._arriving: _Arriving | None = None
+        self._watcher: asyncio.TimerHandle | None = None
         self._frames: deque[Frame | CapacityError] = deque()
         self._receiver = Waiter()
         self._sender = Waiter()
@@ -98,6 +106,9 @@ class FrameStream(asyncio.BufferedProtocol):
         self.received_bytes = 0
         self.waits_since = math.inf
         """When the wait for the next message has begun; infinity while none is awaited."""
+        self._parser = self._parse()
+        self._wanted = next(self._parser)
+        """The memory for the next bytes."""
 
     # -- called by the transport -------------------------------------------------------------------------------
 
@@ -119,30 +130,27 @@ class FrameStream(asyncio.BufferedProtocol):
             transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Returns the memory for the next bytes."""
-        return self._staging if self._body is None or self.is_closed else self._body.free_space()
+        # A header is received with what follows it.
+        return self._wanted if len(self._wanted) > HEADER_BYTES else self._staging
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Processes bytes that have arrived in that memory."""
         self.received_bytes += nbytes
         self._counts.received_bytes += nbytes
-        if self.is_closed:
+        if self.is_closed or self._has_ended:
             return
         try:
-            if self._body is None:
-                self._feed(self._staging[:nbytes])
+            if len(self._wanted) > HEADER_BYTES:
+                self._advance(nbytes)
+                self._settle()
             else:
-                self._body.advance(nbytes)
-                self._finish_body()
+                self._feed(self._staging[:nbytes])
         except ProtocolError as exc:
             self.abort(exc)
 
     def eof_received(self) -> bool:
-        """Lets the transport close."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wakes all waiting tasks."""
         if self._error is None:
             reason = f": {exc}" if exc else ""
             self._error = TransportError(f"the stream to peer {self.remote_peer} broke{reason}")
@@ -166,13 +174,11 @@ class FrameStream(asyncio.BufferedProtocol):
     # -- called by its users -----------------------------------------------------------------------------------
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
-        """Sends one message; see `Channel.send`."""
         if self._allowances is not None:
             self._allowances.asked(message)
         await self.write(await encoded(message, codec))
 
     async def receive(self, *, timeout_s: float) -> Message | None:
-        """Receives the next message; see `Channel.receive`."""
         frame = await self.read(timeout_s)
         if frame is None:
             return None
@@ -262,6 +268,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._ledger.release(self.remote_peer, frame.header.body_bytes)
         self._charge.release()
         self._drop_body()
+        self._parser.close()
         self._unparsed = memoryview(b"")
         self._receiver.wake()
 
@@ -291,57 +298,72 @@ class FrameStream(asyncio.BufferedProtocol):
         # Also ends a flush to a peer that does not read.
         self._loop.call_later(_PART_TIMEOUT_S, transport.abort)
 
+    def _parse(self) -> Generator[memoryview, int, None]:
+        """Turns what arrives into frames; see `swarm_plugins.transport.receiving.arriving`."""
+        while not self._has_ended:
+            content = bytearray(HEADER_BYTES)
+            yield from fill(memoryview(content))
+            header = parse_header(content)
+            if header.is_end:
+                self._has_ended = True
+            elif header.body_bytes == 0:
+                raise ProtocolError("a message without metadata")
+            else:
+                tensor_bytes = None if self._allowances is None else self._allowances.begin(header.body_bytes)
+                self._arriving = _Arriving(header.body_bytes, self._parsed_bytes, self._loop.time())
+                charge = self._ledger.charge(self.remote_peer)
+                # Its memory stays claimed until it is read.
+                body = yield from receive_body(header.body_bytes, charge, self._staging)
+                self._stop_watching()
+                self._frames.append(body if isinstance(body, CapacityError) else Frame(header, body, tensor_bytes))
+            self._receiver.wake()
+        yield self._staging
+
     def _feed(self, data: memoryview) -> None:
+        """Parses bytes that are not in the wanted memory."""
         while len(data) and not self._has_ended:
             if len(self._frames) >= _MAX_WAITING_FRAMES:
                 # Objects take more memory than the bytes of a small message, which are all that is counted.
                 self._unparsed = memoryview(bytes(data)) if data.obj is self._staging.obj else data
-                return
-            if self._body is None:
-                missing = HEADER_BYTES - len(self._header_part)
-                self._header_part += data[:missing]
-                data = data[missing:]
-                if len(self._header_part) < HEADER_BYTES:
-                    return
-                self._start_body()
-            if self._body is not None:
-                data = data[self._body.take(data) :]
-                self._finish_body()
+                break
+            count = min(len(data), len(self._wanted))
+            self._wanted[:count] = data[:count]
+            self._advance(count)
+            data = data[count:]
+        self._settle()
 
-    def _start_body(self) -> None:
-        header = parse_header(self._header_part)
-        self._header_part.clear()
-        if header.is_end:
-            self._has_ended = True
-            self._receiver.wake()
-        elif header.body_bytes == 0:
-            raise ProtocolError("a message without metadata")
-        else:
-            self._header = header
-            if self._allowances is not None:
-                self._tensor_bytes = self._allowances.begin(header.body_bytes)
-            charge = self._ledger.charge(self.remote_peer)
-            self._body = ArrivingBody(header.body_bytes, limits.FIRST_CHUNK_BYTES, charge, self._staging)
+    def _advance(self, num_bytes: int) -> None:
+        """Parses bytes that are in the wanted memory."""
+        self._parsed_bytes += num_bytes
+        self._wanted = self._parser.send(num_bytes)
 
-    def _finish_body(self) -> None:
-        body = self._body
-        if body is None:
-            return
-        if not body.is_complete:
-            body.watch(lambda: self._is_reading_paused, self._cut_off)
-            return
-        # Its memory stays claimed until it is read.
-        self._body = None
-        found = body.finish()
-        whole = found if isinstance(found, CapacityError) else Frame(self._header, found, self._tensor_bytes)
-        self._frames.append(whole)
+    def _settle(self) -> None:
+        """Watches a body that is not complete, and pauses reading behind as many frames as may wait."""
+        if self._arriving is not None and self._watcher is None:
+            self._watcher = self._loop.call_later(limits.FIRST_MESSAGE_TIMEOUT_S, self._look, self._arriving)
         if len(self._frames) >= _MAX_WAITING_FRAMES and not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
             self._transport.pause_reading()
-        self._receiver.wake()
 
-    def _cut_off(self, reason: str) -> None:
-        self.abort(RequestTimeoutError(f"peer {self.remote_peer} {reason}"))
+    def _look(self, arriving: _Arriving) -> None:
+        """Breaks the stream if the bytes of a body come too slowly while reading is not paused."""
+        received = self._parsed_bytes - arriving.behind
+        allowed_s = limits.FIRST_MESSAGE_TIMEOUT_S + received / limits.MIN_RECEIVE_BYTES_PER_S
+        took_s = self._loop.time() - arriving.since
+        left_s = min(allowed_s, limits.MAX_MESSAGE_S) - took_s
+        if self._is_reading_paused:
+            left_s = limits.FIRST_MESSAGE_TIMEOUT_S  # it waits for this end
+        if left_s > 0:
+            self._watcher = self._loop.call_later(left_s, self._look, arriving)
+            return
+        said = f"has sent {received} of {arriving.num_bytes} bytes of a message in {took_s:.0f} s: too slow"
+        self.abort(RequestTimeoutError(f"peer {self.remote_peer} {said}"))
+
+    def _stop_watching(self) -> None:
+        self._arriving = None
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
 
     def _go_on(self) -> None:
         """Parses what has arrived, and reads on, as far as there is room for frames."""
@@ -383,6 +405,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._transport
 
     def _drop_body(self) -> None:
-        if self._body is not None:
-            self._body.drop()
-            self._body = None
+        if self._arriving is not None:
+            self._stop_watching()
+            self._parser.close()
+            self._wanted = self._staging

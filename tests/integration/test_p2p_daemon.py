@@ -77,6 +77,7 @@ def test_no_daemon_and_no_key_is_left_behind(mode: str, end: str, folder: Path) 
         (sockets,) = left
         assert sockets.name.startswith("swarm-p2p-")
         assert sockets.stat().st_mode & 0o077 == 0
+        assert not (sockets / "key").exists()
         remove_abandoned(folder)
         assert sockets.exists()  # it might be about to be locked
         os.utime(sockets, (0, 0))

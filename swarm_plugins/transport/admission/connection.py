@@ -52,7 +52,6 @@ class PacedReader:
         return data
 
     def charge(self, num_bytes: int) -> None:
-        """Counts work as so many bytes."""
         self._bytes.charge(num_bytes)
 
 
@@ -122,7 +121,6 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
         return self
 
     def close(self) -> None:
-        """Disconnects. Idempotent."""
         self._client.close()
 
     async def _add_protobuf_unary_handler(

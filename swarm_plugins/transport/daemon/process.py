@@ -63,12 +63,10 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Process id of the daemon."""
         return int(self.p2p._child.pid)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is running."""
         return not self._death.done() and self.p2p._child.returncode is None
 
     def check_alive(self) -> None:
@@ -77,7 +75,6 @@ class Daemon:
             raise TransportError(self._obituary())
 
     async def wait_dead(self) -> None:
-        """Returns when the process has ended."""
         await asyncio.shield(self._death)
 
     async def race(self, work: Awaitable[_T], *, timeout_s: float, what: str) -> _T:

@@ -75,7 +75,6 @@ class StaticPeers:
 
     @property
     def known_peers(self) -> tuple[str, ...]:
-        """Addresses of all peers."""
         return tuple(f"{place}/p2p/{peer}" for peer, place in self._places.items())
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
@@ -85,7 +84,6 @@ class StaticPeers:
         """Does nothing."""
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
-        """Returns the servers of a model version that answer, by peer id; see `Directory`."""
         infos = await self._infos()
         return {peer: info for peer, info in infos.items() if (info.version, info.num_blocks) == (version, num_blocks)}
 

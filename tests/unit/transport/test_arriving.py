@@ -15,7 +15,7 @@ from stream_kit import Body, claims, frame_bytes, limited, read_hidden, stream_a
 from swarm_plugins.errors import RequestTimeoutError, TransportError
 from swarm_plugins.ledger import BusyError, Ledger
 from swarm_plugins.transport.messages import ForwardResponse
-from swarm_plugins.transport.receiving.arriving import ArrivingBody
+from swarm_plugins.transport.receiving.arriving import receive_body
 from swarm_plugins.transport.wire import encode
 
 
@@ -142,23 +142,24 @@ def test_unread_messages_count_in_the_budget(run: Callable[[Body], None]) -> Non
 
 
 def test_the_memory_of_a_refused_message_is_returned_at_once() -> None:
-    async def main() -> None:
+    def main() -> None:
         ledger = Ledger(100_000, max_peer_share=0.5)
         with ledger.charge("peer-x") as charge:
-            body = ArrivingBody(60_000, 30_000, charge, memoryview(bytearray(1000)))
+            body = receive_body(60_000, charge, memoryview(bytearray(1000)))
 
-            def receive() -> None:
+            def receive() -> weakref.ref[object]:
                 # As asyncio does: the frame that calls has the memory in a local variable.
-                buffer = body.free_space()
-                body.advance(len(buffer))
+                buffer = next(body)
+                body.send(len(buffer))
+                return weakref.ref(buffer.obj)  # the array around the memory
 
-            first = weakref.ref(body.free_space().obj)  # the array around the memory
-            receive()
+            first = receive()
             assert charge.num_held == 0
             assert first() is None
 
     gc.disable()  # a cycle would keep it until the next collection, uncounted
     try:
-        asyncio.run(main())
+        with limited(FIRST_CHUNK_BYTES=30_000):
+            main()
     finally:
         gc.enable()

@@ -304,11 +304,15 @@ def test_a_new_identity_is_private_and_kept(tmp_path: Path) -> None:
     second.give_back()
 
 
-def test_a_temporary_identity_leaves_nothing() -> None:
-    temporary = IdentityFile.take(None)
-    assert temporary.path.stat().st_mode & 0o077 == 0
-    temporary.give_back()
-    assert not temporary.path.parent.exists()
+def test_nodes_that_share_an_identity_unlock_it_together(tmp_path: Path) -> None:
+    first = IdentityFile.take(tmp_path / "id")
+    second = first.share()
+    assert second.identity == first.identity
+    first.give_back()
+    with pytest.raises(ConfigError, match="in use by another node"):
+        IdentityFile.take(tmp_path / "id")
+    second.give_back()
+    IdentityFile.take(tmp_path / "id").give_back()
 
 
 def test_an_identity_that_others_can_read_is_refused(tmp_path: Path) -> None:
