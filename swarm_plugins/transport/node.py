@@ -173,7 +173,7 @@ class SwarmNode:
         daemon, self._daemon = self._daemon, None
         identity, self._identity = self._identity, None
         try:
-            if dht is not None:
+            if isinstance(dht, SwarmDHT):
                 await dht.close()
         finally:
             if daemon is not None:
@@ -259,7 +259,9 @@ class SwarmNode:
     @property
     def member(self) -> SwarmDHT | StaticPeers:
         """How this node finds others; TransportError if it does not run."""
-        return _started(self._dht)
+        if self._dht is None:
+            raise TransportError(_NOT_RUNNING)
+        return self._dht
 
     async def _register(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
         daemon = _started(self._daemon)

@@ -16,12 +16,11 @@ import msgspec
 import psutil
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric import ed25519
 from dht_attacker import calls_without_end
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
 from hivemind.p2p import P2P, P2PHandlerError, PeerID
-from hivemind.proto import crypto_pb2, dht_pb2
+from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -31,7 +30,7 @@ from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
 from swarm_plugins.cli import app
 from swarm_plugins.client import connect
 from swarm_plugins.testing.models import save_tiny
-from swarm_plugins.transport.identity import Identity, peer_id_of
+from swarm_plugins.transport.identity import Identity, new_identity
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key, sign_record
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
@@ -111,13 +110,6 @@ def test_calls_without_end_hold_up_no_decoding(model: Path, swarm: LocalSwarm) -
         assert memory().rss - before < 100 * MIB
 
 
-def sybil() -> Identity:
-    key = ed25519.Ed25519PrivateKey.generate()
-    public = crypto_pb2.PublicKey(key_type=crypto_pb2.Ed25519, data=key.public_key().public_bytes_raw())
-    encoded = public.SerializeToString()
-    return Identity(key, encoded, peer_id_of(encoded))
-
-
 @asynccontextmanager
 async def node_full_of_sybils(addresses: list[str]) -> AsyncIterator[SwarmNode]:
     """A node of the DHT that knows thousands of servers, all faster than any other, none of which exists."""
@@ -127,7 +119,7 @@ async def node_full_of_sybils(addresses: list[str]) -> AsyncIterator[SwarmNode]:
         info = msgspec.structs.replace(honest, start=0, end=honest.num_blocks, throughput=1e9, decode_s=1e-6)
         storage = node._dht._dht.protocol.storage
         expiration = time.time() + 3500.0
-        for one in (sybil() for _ in range(NUM_SYBILS)):
+        for one in (new_identity() for _ in range(NUM_SYBILS)):
             key = own_server_key(version, one.peer_id)
             blob = MSGPackSerializer.dumps(sign_record(one, key, ServerRecord(info=info), expiration))
             # As a node without bounds keeps them.
@@ -174,7 +166,7 @@ async def send_sybils(address: str) -> list[bool]:
             stored.extend(answer.store_ok)
 
     try:
-        sybils = [sybil() for _ in range(NUM_SYBILS)]
+        sybils = [new_identity() for _ in range(NUM_SYBILS)]
         calls = [asyncio.create_task(send(sybils[i : i + 16], time.time() + 3500.0)) for i in range(0, NUM_SYBILS, 16)]
         # Most are refused; calls of a peer that goes on then are not answered.
         while not stored:

@@ -28,7 +28,7 @@ def identity_of(number: int) -> Identity:
     key = ed25519.Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
     public = key.public_key().public_bytes_raw()
     encoded = bytes([8, 1, 18, len(public)]) + public
-    return Identity(key, encoded, peer_id_of(encoded))
+    return Identity(key, encoded, peer_id_of(encoded), b"")
 
 
 @dataclass

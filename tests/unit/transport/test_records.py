@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_a_record_under_a_strangers_name_is_refused(owner: Identity, stranger: I
 def test_a_strangers_signature_with_the_owners_key_is_refused(owner: Identity, stranger: Identity) -> None:
     expiration = soon()
     key = own_server_key("v1", owner.peer_id)
-    forger = Identity(stranger.private_key, owner.public_key, owner.peer_id)
+    forger = dataclasses.replace(owner, private_key=stranger.private_key)
     blob = signed(forger, key, expiration)
     with pytest.raises(ProtocolError, match="wrong signature"):
         open_record(key_id(key), owner.peer_id, blob, expiration)
