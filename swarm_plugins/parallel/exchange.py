@@ -6,8 +6,8 @@ Letters: P ranks with distinct experts, numbered ``outer * I + inner`` with ``in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,61 +16,40 @@ from torch import Tensor
 from swarm_plugins.parallel.collectives import exchange_table, gather_rows, gather_table, send_rows, sum_rows
 
 
-class Route(Protocol):
+class Route(NamedTuple):
     """One exchange, with its numbers of rows settled."""
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Takes rows sorted by the rank of their expert and returns those for this rank, by the rank they are from."""
-        ...
-
-    def back(self, rows: Tensor) -> Tensor:
-        """Returns the results to where the rows came from, in the order in which they were sent."""
-        ...
+    there: Callable[[Tensor], Tensor]
+    """Takes rows sorted by the rank of their expert and returns those for this rank, by the rank they are from."""
+    back: Callable[[Tensor], Tensor]
+    """Returns the results to where the rows came from, in the order in which they were sent."""
 
 
-class Exchange(Protocol):
-    """A way to exchange rows among ranks with distinct experts."""
+Exchange = Callable[[Tensor, int], tuple[Tensor, Route]]
+"""A way to exchange rows among ranks with distinct experts; exchanges their numbers when called.
 
-    def open(self, table: Tensor, num_experts: int) -> tuple[Tensor, Route]:
-        """Exchanges the numbers of rows.
-
-        Args:
-            table: For each rank, ``[P, X]``: rows for each of its experts, then words for that rank.
-            num_experts: How many of the ``X`` columns are numbers of rows.
-
-        Returns:
-            The table of what comes from each rank, ``[P, X]``, on the CPU, and the route of the rows.
-        """
-        ...
+Takes a table for each rank, ``[P, X]``: rows for each of its experts, then words for that rank; and how many of the
+``X`` columns are numbers of rows. Returns the table of what comes from each rank, ``[P, X]``, on the CPU, and the
+route of the rows.
+"""
 
 
-class FlatExchange:
-    """One all-to-all among all ranks: ``P - 1`` messages a rank."""
+def flat_exchange(group: dist.ProcessGroup) -> Exchange:
+    """Returns an all-to-all among all ranks: ``P - 1`` messages a rank."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def begin(table: Tensor, num_experts: int) -> tuple[Tensor, Route]:
+        both = torch.stack([table, exchange_table(table, group)]).cpu()
+        sent, received = both[..., :num_experts].sum(dim=-1).tolist()
+        return both[1], Route(
+            there=lambda rows: send_rows(rows, sent, received, group),
+            back=lambda rows: send_rows(rows, received, sent, group),
+        )
 
-    def open(self, table: Tensor, num_experts: int) -> tuple[Tensor, Route]:
-        """See `Exchange`."""
-        received = exchange_table(table, self._group)
-        both = torch.stack([table, received]).cpu()
-        sent, got = both[..., :num_experts].sum(dim=-1).tolist()
-        return both[1], _FlatRoute(self._group, sent, got)
-
-
-class _FlatRoute:
-    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
-        self._group, self._sent, self._received = group, sent, received
-
-    def there(self, rows: Tensor) -> Tensor:
-        return send_rows(rows, self._sent, self._received, self._group)
-
-    def back(self, rows: Tensor) -> Tensor:
-        return send_rows(rows, self._received, self._sent, self._group)
+    return begin
 
 
-class HierarchicalExchange:
-    """An all-to-all inside each node, then one between ranks of the same place in their nodes (section 5.3).
+def hierarchical_exchange(inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> Exchange:
+    """Returns an all-to-all inside each node, then one between ranks of the same place in their nodes (section 5.3).
 
     With ``G`` ranks on a node a rank sends ``(G - 1) + (P / G - 1)`` messages instead of ``P - 1``; rows for other
     nodes travel twice.
@@ -80,45 +59,32 @@ class HierarchicalExchange:
         outer: The ranks with this rank's place, one on each node.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> None:
-        self._inner, self._outer = inner, outer
+    def begin(table: Tensor, num_experts: int) -> tuple[Tensor, Route]:
+        here = table.view(outer.size(), inner.size(), -1)
+        passed = exchange_table(here.transpose(0, 1), inner)  # [inner, outer, X]: from inner, for outer
+        found = exchange_table(passed.transpose(0, 1), outer)  # [outer, inner, X]: from both
+        tables = torch.stack([here.transpose(0, 1), passed, found.transpose(0, 1)]).cpu()
+        # [inner, outer] each: of the rows sent, of those on their way, of those received
+        sent, via, received = tables[..., :num_experts].sum(dim=-1)
+        inside = sent.sum(1).tolist(), via.sum(1).tolist()
+        between = via.sum(0).tolist(), received.sum(0).tolist()
 
-    def open(self, table: Tensor, num_experts: int) -> tuple[Tensor, Route]:
-        """See `Exchange`."""
-        num_inner, num_outer = self._inner.size(), self._outer.size()
-        sent = table.view(num_outer, num_inner, -1)
-        via = exchange_table(sent.transpose(0, 1), self._inner)  # [inner, outer, X]: from inner, for outer
-        received = exchange_table(via.transpose(0, 1), self._outer)  # [outer, inner, X]: from both
-        tables = torch.stack([sent.transpose(0, 1), via, received.transpose(0, 1)]).cpu()
-        sizes = tables[..., :num_experts].sum(dim=-1)  # [3, inner, outer]
-        route = _HierarchicalRoute(self._inner, self._outer, sizes[0], sizes[1], sizes[2])
-        return tables[2].transpose(0, 1).reshape(table.shape), route
+        def there(rows: Tensor) -> Tensor:
+            rows = send_rows(_transposed(rows, sent.T), *inside, inner)
+            return send_rows(_transposed(rows, via), *between, outer)
 
+        def back(rows: Tensor) -> Tensor:
+            rows = send_rows(rows, *reversed(between), outer)
+            rows = send_rows(_transposed(rows, via.T), *reversed(inside), inner)
+            return _transposed(rows, sent)
 
-class _HierarchicalRoute:
-    """Sizes are ``[inner, outer]``: of the rows sent, of those on their way, of those received."""
+        return tables[2].transpose(0, 1).reshape(table.shape), Route(there, back)
 
-    def __init__(
-        self, inner: dist.ProcessGroup, outer: dist.ProcessGroup, sent: Tensor, via: Tensor, received: Tensor
-    ) -> None:
-        self._inner, self._outer = inner, outer
-        self._sent, self._via, self._received = sent, via, received
-
-    def there(self, rows: Tensor) -> Tensor:
-        rows = _transposed(rows, self._sent.T)
-        rows = send_rows(rows, self._sent.sum(1).tolist(), self._via.sum(1).tolist(), self._inner)
-        rows = _transposed(rows, self._via)
-        return send_rows(rows, self._via.sum(0).tolist(), self._received.sum(0).tolist(), self._outer)
-
-    def back(self, rows: Tensor) -> Tensor:
-        rows = send_rows(rows, self._received.sum(0).tolist(), self._via.sum(0).tolist(), self._outer)
-        rows = _transposed(rows, self._via.T)
-        rows = send_rows(rows, self._via.sum(1).tolist(), self._sent.sum(1).tolist(), self._inner)
-        return _transposed(rows, self._sent)
+    return begin
 
 
-class CoordinatedExchange:
-    """An all-to-all only among ranks of one tensor-parallel index, then an all-gather (section 5.3).
+def coordinated_exchange(inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> Exchange:
+    """Returns an all-to-all only among ranks of one tensor-parallel index, then an all-gather (section 5.3).
 
     ``P / T - 1`` messages and an all-gather among the ``T`` ranks that share a batch.
 
@@ -127,43 +93,31 @@ class CoordinatedExchange:
         outer: The ranks with this rank's tensor-parallel index.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> None:
-        self._inner, self._outer = inner, outer
-
-    def open(self, table: Tensor, num_experts: int) -> tuple[Tensor, Route]:
-        """See `Exchange`."""
-        num_inner, num_outer = self._inner.size(), self._outer.size()
-        sent = table.view(num_outer, num_inner, -1)
-        via = exchange_table(sent, self._outer)  # [outer, inner, X]: from outer, for inner
-        everyone = gather_table(via, self._inner)  # [inner, outer, inner, X]: from both, for inner
+    def begin(table: Tensor, num_experts: int) -> tuple[Tensor, Route]:
+        here = table.view(outer.size(), inner.size(), -1)
+        passed = exchange_table(here, outer)  # [outer, inner, X]: from outer, for inner
+        everyone = gather_table(passed, inner)  # [inner, outer, inner, X]: from both, for inner
         # One transfer to the host.
-        both = torch.cat([sent.unsqueeze(0), everyone]).cpu()
+        both = torch.cat([here.unsqueeze(0), everyone]).cpu()
         sizes = both[..., :num_experts].sum(dim=-1)
-        received = both[1:, :, self._inner.rank()].transpose(0, 1).reshape(table.shape)
-        return received, _CoordinatedRoute(self._inner, self._outer, sizes[0], sizes[1:])
+        all_sizes = sizes[1:]  # [inner, outer, inner]: from both, for the last
+        sent, via = sizes[0].sum(1).tolist(), all_sizes[inner.rank()].sum(1).tolist()
+        gathered = all_sizes.sum((1, 2)).tolist()
+        own = _own_rows(all_sizes, inner.rank())
 
+        def there(rows: Tensor) -> Tensor:
+            rows = gather_rows(send_rows(rows, sent, via, outer), gathered, inner)
+            return rows[own.to(rows.device)]
 
-class _CoordinatedRoute:
-    """Sizes: of the rows sent, ``[outer, inner]``; of all rows, ``[inner, outer, inner]``: from both, for the last."""
+        def back(rows: Tensor) -> Tensor:
+            # Rows of experts elsewhere are zero here: the sum is a choice.
+            everyone = rows.new_zeros(sum(gathered), *rows.shape[1:]).index_copy(0, own.to(rows.device), rows)
+            return send_rows(sum_rows(everyone, gathered, inner), via, sent, outer)
 
-    def __init__(self, inner: dist.ProcessGroup, outer: dist.ProcessGroup, sent: Tensor, everyone: Tensor) -> None:
-        self._inner, self._outer = inner, outer
-        self._sent = sent.sum(1).tolist()
-        self._via = everyone[inner.rank()].sum(1).tolist()
-        self._gathered = everyone.sum((1, 2)).tolist()
-        self._num_rows = sum(self._gathered)
-        self._own = _own_rows(everyone, inner.rank())
+        received = both[1:, :, inner.rank()].transpose(0, 1).reshape(table.shape)
+        return received, Route(there, back)
 
-    def there(self, rows: Tensor) -> Tensor:
-        rows = send_rows(rows, self._sent, self._via, self._outer)
-        rows = gather_rows(rows, self._gathered, self._inner)
-        return rows[self._own.to(rows.device)]
-
-    def back(self, rows: Tensor) -> Tensor:
-        # Rows of experts elsewhere are zero here: the sum is a choice.
-        everyone = rows.new_zeros(self._num_rows, *rows.shape[1:]).index_copy(0, self._own.to(rows.device), rows)
-        rows = sum_rows(everyone, self._gathered, self._inner)
-        return send_rows(rows, self._via, self._sent, self._outer)
+    return begin
 
 
 def _own_rows(sizes: Tensor, own: int) -> Tensor:

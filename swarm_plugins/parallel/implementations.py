@@ -20,7 +20,13 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import Routing
 from swarm_plugins.parallel.collectives import gather_rows, gather_table, keep_own_rows, share_rows, sum_rows
-from swarm_plugins.parallel.exchange import CoordinatedExchange, Exchange, FlatExchange, HierarchicalExchange, Route
+from swarm_plugins.parallel.exchange import (
+    Exchange,
+    Route,
+    coordinated_exchange,
+    flat_exchange,
+    hierarchical_exchange,
+)
 from swarm_plugins.parallel.layout import LayerLayout
 from swarm_plugins.parallel.meshes import DEFAULT_TIMEOUT_S, group_of, own_device
 from swarm_plugins.parallel.refusal import CanRefuse, check, complaints, failure
@@ -67,7 +73,7 @@ class ExchangeEP(EPImplementation):
 
     def make_exchange(self) -> Exchange:
         """Returns the way that tokens take."""
-        return FlatExchange(self.ep_mesh.get_group())
+        return flat_exchange(self.ep_mesh.get_group())
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns each token's weighted sum over its experts, wherever they are.
@@ -111,7 +117,7 @@ class ExchangeEP(EPImplementation):
         """
         self.is_open = True
         table = torch.cat([counts, words.expand(counts.shape[0], -1)], dim=1)
-        received, route = self.exchange.open(table, self.num_local)
+        received, route = self.exchange(table, self.num_local)
         counts, words = received.split([self.num_local, words.shape[0]], dim=1)
         if self.settings.slice_mesh is None:
             return counts, words, [], route
@@ -155,7 +161,7 @@ class HierarchicalEP(ExchangeEP):
         """
         per_node = find_ranks_per_node(self.settings.ranks_per_node)
         ranks = dist.get_process_group_ranks(self.ep_mesh.get_group())
-        return HierarchicalExchange(*_inner_and_outer(ranks, node_size(ranks, per_node), self.settings.timeout_s))
+        return hierarchical_exchange(*_inner_and_outer(ranks, node_size(ranks, per_node), self.settings.timeout_s))
 
 
 class CoordinatedEP(ExchangeEP):
@@ -171,9 +177,9 @@ class CoordinatedEP(ExchangeEP):
         check_shared_batch(num_shared)
         if self.settings.slice_mesh is not None:
             # The group already consists of ranks of one index, and the slices are gathered anyway.
-            return FlatExchange(self.ep_mesh.get_group())
+            return flat_exchange(self.ep_mesh.get_group())
         ranks = dist.get_process_group_ranks(self.ep_mesh.get_group())
-        return CoordinatedExchange(*_inner_and_outer(ranks, num_shared, self.settings.timeout_s))
+        return coordinated_exchange(*_inner_and_outer(ranks, num_shared, self.settings.timeout_s))
 
 
 def check_shared_batch(num_shared: int) -> None:
