@@ -8,8 +8,10 @@ from __future__ import annotations
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.kv import KVCache, KVPool
 from swarm_plugins.blocks.load import load_span
-from swarm_plugins.blocks.runner import SessionCache, SpanRunner, SpanSpec, StepInputs
+from swarm_plugins.blocks.runner import SpanRunner, SpanSpec, StepInputs
 from swarm_plugins.blocks.span import Span
+
+SessionCache = KVCache
 
 __all__ = [
     "AdapterUse",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,59 +24,49 @@ if TYPE_CHECKING:
     from swarm_plugins.blocks.span import Span
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterLimits:
-    """What a server accepts of an adapter."""
-
-    max_rank: int = 1024
-    """Largest rank of a low-rank product."""
-
-    max_bytes: int = 1 << 30
-    """Largest size of all tensors together."""
-
-    max_modules: int = 1 << 16
-    """Largest number of adapted modules."""
-
-    max_run_bytes: int = 1 << 62
-    """Most memory that a layer's call may take whatever its input: some make matrices as large as their module."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_rank", "max_bytes", "max_modules", "max_run_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+_MAX_RANK = 1024
+"""Of a low-rank product."""
+_MAX_BYTES = 1 << 30
+"""Of all tensors together."""
+_MAX_MODULES = 1 << 16
 
 
 def check_adapter(
     spec: AdapterSpec,
     tensors: Sequence[Tensor],
     span: Span,
-    limits: AdapterLimits | None = None,
     *,
+    max_run_bytes: int = 1 << 62,
     digest: str | None = None,
 ) -> LoadedAdapter:
     """Checks an adapter and moves it to the span's device.
+
+    Args:
+        spec: Its structure.
+        tensors: Its tensors.
+        span: The span that it is for.
+        max_run_bytes: Most memory that a layer's call may take whatever its input: some make matrices as large as their
+            module.
+        digest: Of the adapter, if it is known.
 
     Raises:
         CapacityError: If a layer needs more memory than its call may take.
         ConfigError: If the adapter does not fit the span or exceeds another limit.
     """
-    limits = limits or AdapterLimits()
-    _check_size(spec, tensors, limits)
+    _check_size(spec, tensors)
     seen: set[tuple[int, str, str, str | None]] = set()
     for entry in spec.modules:
         key = (entry.block, entry.module, entry.kind, entry.parameter)
         if key in seen:
             raise ConfigError(f"the adapter names {_where(entry)} twice")
         seen.add(key)
-        _check_entry(entry, span, limits)
+        _check_entry(entry, span)
     if spec.peft is not None:
         check_part(
             spec.peft,
             lambda layer: _linear(layer, _module(layer, span)),
-            max_rank=limits.max_rank,
-            max_run_bytes=limits.max_run_bytes,
+            max_rank=_MAX_RANK,
+            max_run_bytes=max_run_bytes,
         )
     return LoadedAdapter(
         digest=adapter_digest(spec, tensors) if digest is None else digest,
@@ -86,9 +75,9 @@ def check_adapter(
     )
 
 
-def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor], limits: AdapterLimits) -> None:
-    if len(spec.layers) > limits.max_modules:
-        raise ConfigError(f"the adapter has {len(spec.layers)} modules; the limit is {limits.max_modules}")
+def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor]) -> None:
+    if len(spec.layers) > _MAX_MODULES:
+        raise ConfigError(f"the adapter has {len(spec.layers)} modules; the limit is {_MAX_MODULES}")
     shapes = spec.tensor_shapes()
     if len(shapes) != len(tensors):
         raise ConfigError(f"the adapter names {len(shapes)} tensors, {len(tensors)} came with it")
@@ -103,11 +92,11 @@ def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor], limits: AdapterLim
             known = ", ".join(str(dtype) for dtype in _DTYPES)
             raise ConfigError(f"the adapter tensor of {name} is {tensor.dtype}; expected one of {known}")
     num_bytes = sum(tensor.nbytes for tensor in tensors)
-    if num_bytes > limits.max_bytes:
-        raise ConfigError(f"the adapter has {num_bytes} bytes; the limit is {limits.max_bytes}")
+    if num_bytes > _MAX_BYTES:
+        raise ConfigError(f"the adapter has {num_bytes} bytes; the limit is {_MAX_BYTES}")
 
 
-def _check_entry(entry: AdapterModule, span: Span, limits: AdapterLimits) -> None:
+def _check_entry(entry: AdapterModule, span: Span) -> None:
     module = _module(entry, span)
     if entry.parameter is not None and entry.kind != "lora_parameter":
         raise ConfigError(f"{_where(entry)} names a parameter, which only the kind lora_parameter has")
@@ -119,9 +108,9 @@ def _check_entry(entry: AdapterModule, span: Span, limits: AdapterLimits) -> Non
         _check_ia3(entry, _linear(entry, module))
     elif entry.kind == "lora":
         linear = _linear(entry, module)
-        _check_factors(entry, linear.in_features, linear.out_features, 1, limits)
+        _check_factors(entry, linear.in_features, linear.out_features, 1)
     else:
-        _check_parameter(entry, module, limits)
+        _check_parameter(entry, module)
 
 
 def _module(entry: AdapterModule | PeftLayer, span: Span) -> nn.Module:
@@ -143,7 +132,7 @@ def _check_ia3(entry: AdapterModule, linear: nn.Linear) -> None:
         )
 
 
-def _check_parameter(entry: AdapterModule, module: nn.Module, limits: AdapterLimits) -> None:
+def _check_parameter(entry: AdapterModule, module: nn.Module) -> None:
     shape = _shape_of(module, entry.parameter or "")
     if shape is None:
         raise ConfigError(f"the adapter names the parameter {entry.parameter!r} of {_where(entry)}: there is none")
@@ -173,10 +162,10 @@ def _check_parameter(entry: AdapterModule, module: nn.Module, limits: AdapterLim
         raise ConfigError(
             f"{_where(entry)} has shape {list(shape)}: LoRA for {entry.num_experts} experts does not fit it"
         )
-    _check_factors(entry, width_in, width_out, entry.num_experts, limits)
+    _check_factors(entry, width_in, width_out, entry.num_experts)
 
 
-def _check_factors(entry: AdapterModule, width_in: int, width_out: int, experts: int, limits: AdapterLimits) -> None:
+def _check_factors(entry: AdapterModule, width_in: int, width_out: int, experts: int) -> None:
     is_pair = len(entry.shapes) == 2 and all(len(shape) == 2 for shape in entry.shapes)
     rank = entry.shapes[0][0] // experts if is_pair else 0
     if not is_pair or rank < 1 or entry.shapes != ((rank * experts, width_in), (width_out, rank * experts)):
@@ -185,8 +174,8 @@ def _check_factors(entry: AdapterModule, width_in: int, width_out: int, experts:
             f"the LoRA factors of {_where(entry)} have shapes {_listed(entry)}; expected [{times}, {width_in}] and "
             f"[{width_out}, {times}]"
         )
-    if rank > limits.max_rank:
-        raise ConfigError(f"the rank of {_where(entry)} is {rank}; the limit is {limits.max_rank}")
+    if rank > _MAX_RANK:
+        raise ConfigError(f"the rank of {_where(entry)} is {rank}; the limit is {_MAX_RANK}")
 
 
 def _linear(entry: AdapterModule | PeftLayer, module: nn.Module) -> nn.Linear:

@@ -19,7 +19,6 @@ from swarm_plugins.blocks.attending import SDPA
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
-from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
 from swarm_plugins.blocks.routers import Routers
@@ -102,22 +101,22 @@ class CutModel:
             call.table = self._watched_table(inputs.blocks, call.between, on_boundary)
         return call.outputs(self.run(call, inputs.hidden, inputs.attention_mask, inputs.position_ids, past))
 
-    def step(self, step: StepInputs, cache: KVCache) -> SpanOutputs:
+    def step(self, step: StepInputs) -> SpanOutputs:
         """Runs the new tokens of one session and writes to its cache, which has room for them."""
-        use = _Use(step.adapters, cache.batch_size, step.hidden.shape[1], cache.length)
+        use = _Use(step.adapters, step.cache.batch_size, step.hidden.shape[1], step.cache.length)
         call = self._call(step.blocks, [use], [step])
-        past = SessionPast(cache, self._joined)
+        past = SessionPast(step.cache, self._joined)
         padding = padding_of(step)
         if self._is_direct and padding is None and step.hidden.shape[1] == 1:
             return call.outputs(self._run_single(call, step.blocks, step.hidden, step.position_ids, past))
         return call.outputs(self.run(call, step.hidden, padding, step.position_ids, past))
 
-    def step_packed(self, steps: Sequence[StepInputs], caches: Sequence[KVCache]) -> list[SpanOutputs]:
+    def step_packed(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
         """Runs the new tokens of several sessions in one forward and writes to their caches."""
         parts: list[PackedRows] = []
         start = 0
-        for step, cache in zip(steps, caches, strict=True):
-            parts.append(PackedRows(step, cache, start))
+        for step in steps:
+            parts.append(PackedRows(step, start))
             start += parts[-1].num_tokens
         hidden = torch.cat([step.hidden.reshape(1, -1, self.hidden_size) for step in steps], dim=1)  # [1, T, D]
         positions = torch.cat([part.positions() for part in parts], dim=1)

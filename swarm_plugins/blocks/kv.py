@@ -79,7 +79,7 @@ class KVPool:
 
 
 class KVCache:
-    """Keys and values of one session; fulfils `SessionCache`. It takes no memory before its first tokens."""
+    """Keys and values of one session, for the blocks it was opened with. It takes no memory before its first tokens."""
 
     def __init__(
         self, pool: KVPool, layouts: Mapping[int, BlockKV], blocks: range, batch_size: int, device: torch.device

@@ -24,7 +24,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.attending import attend
 from swarm_plugins.blocks.calls import Call
-from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.past import Past
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError
@@ -38,13 +37,13 @@ _PAST: ContextVar[PackedPast | None] = ContextVar("swarm_packed_past", default=N
 class PackedRows:
     """The tokens of one session in a packed forward, from position ``start`` on."""
 
-    def __init__(self, step: StepInputs, cache: KVCache, start: int) -> None:
+    def __init__(self, step: StepInputs, start: int) -> None:
         self.step = step
-        self.cache = cache
+        self.cache = step.cache
         self.start = start
         self.batch_size, self.num_new = step.hidden.shape[:2]
         self.num_tokens = self.batch_size * self.num_new
-        self.length = cache.length + self.num_new
+        self.length = step.cache.length + self.num_new
         self.attention_mask = padding_of(step)
 
     def positions(self) -> Tensor:

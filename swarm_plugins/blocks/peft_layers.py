@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -30,10 +29,8 @@ _NAME = "default"
 _MAX_STRUCTURES = 32
 """Different layers of one adapter: a few sizes of modules, and a few ranks."""
 _RANKS = ("r", "init_r")
-_KEPT_STRUCTURES = 64
+_KEPT_STRUCTURES = 128
 _TRIED_TOKENS = 2
-_OWN = threading.local()
-"""Each thread's structures: a call lends them tensors."""
 
 
 class _Holder(nn.Module):
@@ -207,32 +204,24 @@ def check_part(
 
 
 def structure_of(method: str, entry: PeftLayer, linear: nn.Linear) -> Structure:
-    """Returns the layer of PEFT for a module; equal ones are built once.
+    """Returns the layer of PEFT for a module; equal ones are built once for each thread: a call lends them tensors.
 
     Raises:
         ConfigError: If PEFT refuses the options for such a module.
     """
-    key = (method, entry.options, linear.in_features, linear.out_features, linear.bias is not None)
-    known: OrderedDict[object, Structure] | None = getattr(_OWN, "structures", None)
-    if known is None:
-        known = _OWN.structures = OrderedDict()
+    sizes = linear.in_features, linear.out_features, linear.bias is not None
     try:
-        if key not in known:
-            # Its tensors may go into a graph later.
-            with torch.inference_mode(mode=False):
-                known[key] = _structure(*key)
-        known.move_to_end(key)
-        while len(known) > _KEPT_STRUCTURES:
-            known.popitem(last=False)
-        return known[key]
+        return _structure(threading.get_ident(), method, entry.options, *sizes)
     except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
         raise ConfigError(
             f"{method} with {dict(entry.options)} does not fit block {entry.block}, {entry.module}: {error}"
         ) from error
 
 
+@functools.lru_cache(maxsize=_KEPT_STRUCTURES)
+@torch.inference_mode(mode=False)  # its tensors may go into a graph later
 def _structure(
-    method: str, options: tuple[tuple[str, PeftValue], ...], width_in: int, width_out: int, has_bias: bool
+    thread: int, method: str, options: tuple[tuple[str, PeftValue], ...], width_in: int, width_out: int, has_bias: bool
 ) -> Structure:
     built = _build(method, dict(options), width_in, width_out, has_bias)
     shapes = {name: tuple(tensor.shape) for name, tensor in shipped_tensors(built, _NAME, method).items()}

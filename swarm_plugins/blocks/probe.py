@@ -76,11 +76,11 @@ def _is_packable(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) 
         StepInputs(cache=cache, blocks=cut.blocks, hidden=part)
         for cache, part in zip(caches, (hidden, hidden[:, 1:]), strict=True)
     ]
-    for step, cache in zip(steps, caches, strict=True):
-        cache.reserve(step.hidden.shape[1])
-    apart = [cut.step(step, cache) for step, cache in zip(steps, caches, strict=True)]
+    for step in steps:
+        step.cache.reserve(step.hidden.shape[1])
+    apart = [cut.step(step) for step in steps]
     try:
-        packed = cut.step_packed(steps, caches)
+        packed = cut.step_packed(steps)
     except (UnsupportedError, RuntimeError, TypeError, ValueError, AttributeError, KeyError) as exc:
         log.info("%s cannot be packed, sessions run one by one: %s", type(cut.model).__name__, exc)
         return False

@@ -1,4 +1,4 @@
-"""The seam between a server and the blocks it runs: a runner of a span, and the caches of its sessions."""
+"""The seam between a server and the blocks it runs: a runner of a span."""
 
 from __future__ import annotations
 
@@ -10,35 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.blocks.kv import BlockKV
-
-
-class SessionCache(Protocol):
-    """Keys and values of one session, for the blocks it was opened with."""
-
-    @property
-    def batch_size(self) -> int:
-        """Rows."""
-
-    @property
-    def length(self) -> int:
-        """Cached tokens per row, padding included."""
-
-    @property
-    def capacity(self) -> int:
-        """Tokens per row that memory is held for."""
-
-    def crop(self, length: int) -> None:
-        """Keeps the first ``length`` tokens."""
-
-    def select(self, indices: Sequence[int]) -> None:
-        """Makes row ``i`` the old row ``indices[i]``; the batch size may change."""
-
-    def fork(self) -> SessionCache:
-        """Returns an independent copy."""
-
-    def close(self) -> None:
-        """Returns the memory to the budget. Idempotent."""
+from swarm_plugins.blocks.kv import BlockKV, KVCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +45,7 @@ class SpanSpec:
 class StepInputs(SpanInputs):
     """New tokens of one session, packed with other sessions'; a prefix is in its cache already."""
 
-    cache: SessionCache
+    cache: KVCache
 
 
 class SpanRunner(Protocol):
@@ -83,7 +55,7 @@ class SpanRunner(Protocol):
     def spec(self) -> SpanSpec:
         """What the span holds and accepts."""
 
-    def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> SessionCache:
+    def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> KVCache:
         """Opens an empty cache, without memory, or one that starts with ``prefix`` (K then V for each block).
 
         Raises:

@@ -107,26 +107,25 @@ class Span:
         """Runs new tokens of sessions and appends to their caches; see `SpanRunner`."""
         if not steps:
             return []
-        caches = [self._check_step(step, steps[0].blocks) for step in steps]
-        if len({id(cache) for cache in caches}) != len(caches):
+        for step in steps:
+            self._check_step(step, steps[0].blocks)
+        if len({id(step.cache) for step in steps}) != len(steps):
             raise ConfigError("a session appears twice in one step: its steps follow one another")
-        for step, cache in zip(steps, caches, strict=True):
-            cache.reserve(step.hidden.shape[1])
+        for step in steps:
+            step.cache.reserve(step.hidden.shape[1])
         # Caches count new tokens only when everything has run, so an exception leaves all as they were.
         with torch.inference_mode():
             if len(steps) > 1 and self.is_packable:
-                outputs = self._cut.step_packed(steps, caches)
+                outputs = self._cut.step_packed(steps)
             else:
-                outputs = [self._cut.step(step, cache) for step, cache in zip(steps, caches, strict=True)]
-        for step, cache in zip(steps, caches, strict=True):
-            cache.length += step.hidden.shape[1]
+                outputs = [self._cut.step(step) for step in steps]
+        for step in steps:
+            step.cache.length += step.hidden.shape[1]
         # Copies: tensors made in inference mode could not go into a graph later.
         return [output.map(torch.clone) for output in outputs]
 
-    def _check_step(self, step: StepInputs, blocks: range) -> KVCache:
+    def _check_step(self, step: StepInputs, blocks: range) -> None:
         cache = step.cache
-        if not isinstance(cache, KVCache):
-            raise ConfigError(f"a step needs a cache from new_cache, got a {type(cache).__name__}")
         if step.blocks != blocks:
             raise ConfigError(f"the steps of one call name blocks {blocks} and {step.blocks}: group them by blocks")
         if step.blocks.start < cache.blocks.start or step.blocks.stop > cache.blocks.stop:
@@ -134,7 +133,6 @@ class Span:
         self._check_shapes(step, cache.length)
         if step.hidden.shape[0] != cache.batch_size:
             raise ConfigError(f"hidden states have {step.hidden.shape[0]} rows, the session has {cache.batch_size}")
-        return cache
 
     def _check_blocks(self, blocks: range) -> None:
         own = self.spec.blocks

@@ -66,16 +66,16 @@ def hierarchical_exchange(inner: dist.ProcessGroup, outer: dist.ProcessGroup) ->
         tables = torch.stack([here.transpose(0, 1), passed, found.transpose(0, 1)]).cpu()
         # [inner, outer] each: of the rows sent, of those on their way, of those received
         sent, via, received = tables[..., :num_experts].sum(dim=-1)
-        inside = sent.sum(1).tolist(), via.sum(1).tolist()
-        between = via.sum(0).tolist(), received.sum(0).tolist()
+        inside_sent, inside_received = sent.sum(1).tolist(), via.sum(1).tolist()
+        between_sent, between_received = via.sum(0).tolist(), received.sum(0).tolist()
 
         def there(rows: Tensor) -> Tensor:
-            rows = send_rows(_transposed(rows, sent.T), *inside, inner)
-            return send_rows(_transposed(rows, via), *between, outer)
+            rows = send_rows(_transposed(rows, sent.T), inside_sent, inside_received, inner)
+            return send_rows(_transposed(rows, via), between_sent, between_received, outer)
 
         def back(rows: Tensor) -> Tensor:
-            rows = send_rows(rows, *reversed(between), outer)
-            rows = send_rows(_transposed(rows, via.T), *reversed(inside), inner)
+            rows = send_rows(rows, between_received, between_sent, outer)
+            rows = send_rows(_transposed(rows, via.T), inside_received, inside_sent, inner)
             return _transposed(rows, sent)
 
         return tables[2].transpose(0, 1).reshape(table.shape), Route(there, back)

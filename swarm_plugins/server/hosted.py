@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
-from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.blocks.span import Span
@@ -109,8 +109,7 @@ class HostedSpans:
         fitting = [span for span in self._spans if all(block in span.blocks for block in blocks)]
         if not self._spans:
             raise _gone(range(min(blocks, default=0), max(blocks, default=0) + 1))
-        limits = AdapterLimits(max_run_bytes=run_bytes)
-        return check_adapter(spec, tensors, (fitting or self._spans)[-1], limits, digest=digest)
+        return check_adapter(spec, tensors, (fitting or self._spans)[-1], max_run_bytes=run_bytes, digest=digest)
 
     def _close(self, spans: Sequence[Span]) -> None:
         self._spans = [span for span in self._spans if span not in spans]

@@ -22,7 +22,7 @@ from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.versions import ModelVersion
 
 if TYPE_CHECKING:
-    from swarm_plugins.blocks import SessionCache, Span
+    from swarm_plugins.blocks import KVCache, Span
     from swarm_plugins.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class SessionCaches:
         self.blocks = blocks
         self.kind = kind
         self.prefix = tuple(prefix)
-        self.by_block: dict[int, SessionCache] = {}
+        self.by_block: dict[int, KVCache] = {}
 
     def __del__(self) -> None:
         for cache in self.by_block.values():

@@ -9,8 +9,8 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanOutputs
-from swarm_plugins.blocks.kv import in_pages
-from swarm_plugins.blocks.runner import SessionCache, StepInputs
+from swarm_plugins.blocks.kv import KVCache, in_pages
+from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
@@ -109,11 +109,11 @@ class _Stream:
             return request.batch_size * prefix_tokens
         return request.batch_size * self._service.sessions.find(self._peer, request.fork_of).cache.length
 
-    async def _new_cache(self, request: SessionOpen, blocks: range) -> SessionCache:
+    async def _new_cache(self, request: SessionOpen, blocks: range) -> KVCache:
         """Makes the cache on the compute thread; nothing is left there if the stream ends meanwhile."""
         service = self._service
         make = self._maker(request, blocks)
-        made: list[SessionCache] = []
+        made: list[KVCache] = []
         try:
             await service.scheduler.call(
                 lambda: made.append(make()), timeout_s=limits.REQUEST_TIMEOUT_S, peer=self._peer
@@ -123,7 +123,7 @@ class _Stream:
             raise
         return made[0]
 
-    def _maker(self, request: SessionOpen, blocks: range) -> Callable[[], SessionCache]:
+    def _maker(self, request: SessionOpen, blocks: range) -> Callable[[], KVCache]:
         service, batch_size = self._service, request.batch_size
         if request.fork_of is None:
             spec, prefix = service.spec, request.prefix
@@ -195,12 +195,12 @@ class _Stream:
         return outputs, history
 
 
-def _close_all(caches: list[SessionCache]) -> None:
+def _close_all(caches: list[KVCache]) -> None:
     for cache in caches:
         cache.close()
 
 
-def _fork(source: Session, batch_size: int) -> SessionCache:
+def _fork(source: Session, batch_size: int) -> KVCache:
     """Forks on the compute thread, where the other session cannot change meanwhile."""
     if source.is_closed:
         raise RequestError("unknown_session", "the session to fork has just been closed: open a new one and replay")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from swarm_plugins.block_io import CacheOp
-from swarm_plugins.blocks.runner import SessionCache
+from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.state.inbox import Inbox, Receivers
 from swarm_plugins.transport.messages import PushedHidden
@@ -25,7 +25,7 @@ class Session:
 
     peer: str
     blocks: range
-    cache: SessionCache
+    cache: KVCache
     name: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     is_closed: bool = False
     is_busy: bool = False
@@ -205,7 +205,7 @@ def _rows_after(op: CacheOp, batch_size: int) -> int:
     return len(op.indices)
 
 
-def apply_ops(ops: tuple[CacheOp, ...], cache: SessionCache) -> None:
+def apply_ops(ops: tuple[CacheOp, ...], cache: KVCache) -> None:
     """Applies checked operations; only on the compute thread."""
     rows, length = list(range(cache.batch_size)), cache.length
     for op in ops:

@@ -11,8 +11,8 @@ from blocks_kit import WIDTH, Pair, states
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
-from swarm_plugins.blocks import AdapterUse
-from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
+from swarm_plugins.blocks import AdapterUse, adapter_checks
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 
@@ -62,37 +62,34 @@ EXPERT = {
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(
-    changes: dict[str, Any], message: str, pair_of: Callable[[str], Pair]
+    changes: dict[str, Any], message: str, pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adapter_checks, "_MAX_RANK", 64)
     one = entry(**changes)
     tensors = [torch.zeros(shape) for shape in one.shapes]
     with pytest.raises(ConfigError, match=message):
-        check_adapter(AdapterSpec(modules=(one,)), tensors, pair_of("mixtral").span, AdapterLimits(max_rank=64))
+        check_adapter(AdapterSpec(modules=(one,)), tensors, pair_of("mixtral").span)
 
 
-def test_sizes_types_and_values_are_checked(llama: Pair) -> None:
+def test_sizes_types_and_values_are_checked(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AdapterSpec(modules=(entry(),))
     good = [torch.zeros(4, 32), torch.zeros(32, 4)]
-    cases: list[tuple[AdapterSpec, list[Tensor], AdapterLimits, str]] = [
-        (spec, good[:1], AdapterLimits(), "names 2 tensors, 1 came"),
-        (spec, good[::-1], AdapterLimits(), r"shape \[32, 4\], announced as \[4, 32\]"),
-        (spec, [tensor.long() for tensor in good], AdapterLimits(), "is torch.int64; expected one of torch.float32"),
-        (spec, good, AdapterLimits(max_bytes=1000), "has 1024 bytes; the limit is 1000"),
-        (AdapterSpec(modules=(entry(), entry())), good * 2, AdapterLimits(), "names block 1, self_attn.q_proj twice"),
-        (
-            AdapterSpec(modules=(entry(),) * 3),
-            good * 3,
-            AdapterLimits(max_modules=2),
-            "3 modules; the limit is 2",
-        ),
+    cases: list[tuple[AdapterSpec, list[Tensor], str]] = [
+        (spec, good[:1], "names 2 tensors, 1 came"),
+        (spec, good[::-1], r"shape \[32, 4\], announced as \[4, 32\]"),
+        (spec, [tensor.long() for tensor in good], "is torch.int64; expected one of torch.float32"),
+        (AdapterSpec(modules=(entry(), entry())), good * 2, "names block 1, self_attn.q_proj twice"),
+        (AdapterSpec(modules=(entry(),) * 3), good * 3, "3 modules; the limit is 2"),
     ]
-    for one, tensors, limits, message in cases:
+    monkeypatch.setattr(adapter_checks, "_MAX_MODULES", 2)
+    for one, tensors, message in cases:
         with pytest.raises(ConfigError, match=message):
-            check_adapter(one, tensors, llama.span, limits)
+            check_adapter(one, tensors, llama.span)
     assert check_adapter(spec, good, llama.span).spec == spec
     assert check_adapter(AdapterSpec(modules=()), [], llama.span).tensors == ()
-    with pytest.raises(ConfigError, match="max_rank must be at least 1, got 0"):
-        AdapterLimits(max_rank=0)
+    monkeypatch.setattr(adapter_checks, "_MAX_BYTES", 1000)
+    with pytest.raises(ConfigError, match="has 1024 bytes; the limit is 1000"):
+        check_adapter(spec, good, llama.span)
 
 
 def test_lora_on_the_biases_of_experts_is_refused(

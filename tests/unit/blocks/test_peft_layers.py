@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, PeftPart, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks import AdapterUse, StepInputs, norms, peft_layers
-from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
+from swarm_plugins.blocks import AdapterUse, StepInputs, adapter_checks, norms, peft_layers
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.quantize import plain_weight, quantize_block
 from swarm_plugins.errors import CapacityError, ConfigError, UnsupportedError
 from swarm_plugins.offload.formats.experts import matrix_format
@@ -61,10 +61,10 @@ def spec_of(*layers: PeftLayer, method: str = "LOHA", shapes: Any = LOHA_SHAPES)
     return AdapterSpec(modules=(), peft=PeftPart(method=method, shapes=shapes, layers=layers))
 
 
-def checked(spec: AdapterSpec, pair: Pair, limits: AdapterLimits | None = None) -> LoadedAdapter:
+def checked(spec: AdapterSpec, pair: Pair) -> LoadedAdapter:
     generator = torch.Generator().manual_seed(3)
     tensors = [0.3 * torch.randn(shape, generator=generator) for shape in spec.tensor_shapes()]
-    return check_adapter(spec, tensors, pair.span, limits)
+    return check_adapter(spec, tensors, pair.span)
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,21 @@ def checked(spec: AdapterSpec, pair: Pair, limits: AdapterLimits | None = None) 
     ],
 )
 def test_layers_that_do_not_fit_are_refused(
-    changes: dict[str, Any], message: str, pair_of: Callable[[str], Pair]
+    changes: dict[str, Any], message: str, pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adapter_checks, "_MAX_RANK", 64)
     with pytest.raises(ConfigError, match=message):
-        checked(spec_of(loha(**changes)), pair_of("llama"), AdapterLimits(max_rank=64))
+        checked(spec_of(loha(**changes)), pair_of("llama"))
 
 
-def test_unknown_methods_and_layers_named_twice_are_refused(llama: Pair) -> None:
+def test_unknown_methods_and_layers_named_twice_are_refused(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"unknown method 'PRUNE' .*; known: ADALORA, .*VERA"):
         checked(spec_of(loha(), method="PRUNE"), llama)
     with pytest.raises(ConfigError, match=r"names block 1, self_attn\.q_proj twice"):
         checked(spec_of(loha(), loha()), llama)
+    monkeypatch.setattr(adapter_checks, "_MAX_MODULES", 1)
     with pytest.raises(ConfigError, match="has 2 modules; the limit is 1"):
-        checked(spec_of(loha(), loha(block=2)), llama, AdapterLimits(max_modules=1))
+        checked(spec_of(loha(), loha(block=2)), llama)
 
 
 def test_a_client_cannot_make_a_server_build_without_end(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +190,7 @@ def test_shared_tensors_may_be_larger_but_must_fit_each_other(llama: Pair) -> No
 def test_layers_built_in_a_session_take_gradients_later(llama: Pair) -> None:
     layer = loha(options=tuple(OPTIONS["OFT"].items()), names=("oft_R.weight",), places=(0,), scaling=None)
     adapter = checked(spec_of(layer, method="OFT", shapes=((4, 28),)), llama)
-    peft_layers._OWN.structures.clear()
+    peft_layers._structure.cache_clear()
     hidden = states(1, 3, WIDTH)
     cache = llama.span.new_cache(1, BLOCKS)
     stepped = llama.step(cache, hidden, adapters=AdapterUse(adapters=(adapter,)))
