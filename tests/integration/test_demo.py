@@ -88,6 +88,25 @@ def test_ctrl_c_ends_the_servers_too(model: Path, tmp_path: Path, said: str) -> 
             process.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.swarm
+def test_a_server_killed_amid_training_ends_the_demo_with_one_sentence(model: Path, tmp_path: Path) -> None:
+    with demo("--model", str(model), "--steps", "100", "--dir", str(tmp_path / "demo")) as process:
+        try:
+            heard = wait_until(process, "training: 1 of 100 steps")
+            pid = re.search(r"process (\d+) serves blocks", heard)
+            assert pid is not None
+            os.kill(int(pid[1]), signal.SIGKILL)
+            output, _ = process.communicate(timeout=END_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1, output[-4000:]
+    last = output.splitlines()[-1]
+    assert last.startswith(f"swarm demo: server process {pid[1]} was killed")
+    assert last.endswith("; run the demo again")
+    assert "Traceback" not in output
+
+
 def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Returns the processes that it has started; it may have said so a moment before."""
     deadline = time.monotonic() + START_S
@@ -97,8 +116,8 @@ def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return children
 
 
-def wait_until(process: subprocess.Popen[str], said: str) -> None:
-    """Reads what the demo says until it says that."""
+def wait_until(process: subprocess.Popen[str], said: str) -> str:
+    """Reads what the demo says until it says that, and returns it."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     heard, deadline = b"", time.monotonic() + START_S
@@ -110,6 +129,7 @@ def wait_until(process: subprocess.Popen[str], said: str) -> None:
         except BlockingIOError:
             time.sleep(0.02)
     os.set_blocking(process.stdout.fileno(), True)
+    return heard.decode()
 
 
 def test_two_tours_in_one_folder_are_refused(tmp_path: Path) -> None:
