@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from swarm_plugins.ledger import Ledger
@@ -19,7 +20,9 @@ from swarm_plugins.transport.receiving.allowances import Allowances
 from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import decode_body, encode
 
-Body = Callable[[], Awaitable[None]]
+both_loops = pytest.mark.parametrize(
+    "anyio_backend", ["asyncio", ("asyncio", {"use_uvloop": True})], ids=["asyncio", "uvloop"]
+)
 
 
 def limited(**values: float) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 import pytest
 import torch
-from stream_kit import Body, stream_and_socket
+from stream_kit import both_loops, stream_and_socket
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.errors import ProtocolError
@@ -62,37 +61,31 @@ def experts(tensor: torch.Tensor) -> ExpertsRequest:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_an_answer_of_400_mib_is_refused_at_its_header(run: Callable[[Body], None], request_: Message | None) -> None:
+@both_loops
+async def test_an_answer_of_400_mib_is_refused_at_its_header(request_: Message | None) -> None:
     ledger = Ledger(1 << 30)
-
-    async def body() -> None:
-        async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
-            if request_ is not None:
-                stream._allowances.asked(request_)  # type: ignore[union-attr]
-            far.send(HUGE)
-            with pytest.raises(ProtocolError, match="an answer of 419430464 bytes declared"):
-                await stream.receive(timeout_s=5.0)
-            assert ledger.used == 0
-
-    run(body)
+    async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
+        if request_ is not None:
+            stream._allowances.asked(request_)  # type: ignore[union-attr]
+        far.send(HUGE)
+        with pytest.raises(ProtocolError, match="an answer of 419430464 bytes declared"):
+            await stream.receive(timeout_s=5.0)
+        assert ledger.used == 0
 
 
-def test_what_is_pushed_is_refused_in_a_few_words(run: Callable[[Body], None]) -> None:
+@both_loops
+async def test_what_is_pushed_is_refused_in_a_few_words() -> None:
     """Nothing is read from such a stream: whatever comes stays in memory, once for each stream to that peer."""
     ledger = Ledger(1 << 30)
     refusal = Failure(kind="refused", message="x" * 1000)
-
-    async def body() -> None:
-        async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
-            stream._allowances.asked(PushedHidden(session="s", step=0, hidden=HIDDEN))  # type: ignore[union-attr]
-            far.send(b"".join(encode(refusal)))
-            assert await stream.receive(timeout_s=5.0) == refusal
-            far.send(b"".join(encode(Failure(kind="refused", message="x" * (1 << 17)))))
-            with pytest.raises(ProtocolError, match="at most 65536"):
-                await stream.receive(timeout_s=5.0)
-            assert ledger.used == 0
-
-    run(body)
+    async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
+        stream._allowances.asked(PushedHidden(session="s", step=0, hidden=HIDDEN))  # type: ignore[union-attr]
+        far.send(b"".join(encode(refusal)))
+        assert await stream.receive(timeout_s=5.0) == refusal
+        far.send(b"".join(encode(Failure(kind="refused", message="x" * (1 << 17)))))
+        with pytest.raises(ProtocolError, match="at most 65536"):
+            await stream.receive(timeout_s=5.0)
+        assert ledger.used == 0
 
 
 @pytest.mark.parametrize("codec", ["none", "rotated8"])
@@ -118,47 +111,38 @@ def test_what_is_pushed_is_refused_in_a_few_words(run: Callable[[Body], None]) -
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_what_was_asked_for_is_received(
-    run: Callable[[Body], None], request_: Message, answer: Message, codec: str
-) -> None:
-    async def body() -> None:
-        async with stream_and_socket(allowances=Allowances()) as (stream, far):
-            stream._allowances.asked(request_)  # type: ignore[union-attr]
-            far.setblocking(True)
-            sending = stream._loop.run_in_executor(None, far.sendall, b"".join(encode(answer, codec=codec)))  # type: ignore[arg-type]
-            assert type(await stream.receive(timeout_s=20.0)) is type(answer)
-            await sending
-
-    run(body)
+@both_loops
+async def test_what_was_asked_for_is_received(request_: Message, answer: Message, codec: str) -> None:
+    async with stream_and_socket(allowances=Allowances()) as (stream, far):
+        stream._allowances.asked(request_)  # type: ignore[union-attr]
+        far.setblocking(True)
+        sending = stream._loop.run_in_executor(None, far.sendall, b"".join(encode(answer, codec=codec)))  # type: ignore[arg-type]
+        assert type(await stream.receive(timeout_s=20.0)) is type(answer)
+        await sending
 
 
-def test_a_small_answer_does_not_unpack_to_a_large_one(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with stream_and_socket(allowances=Allowances()) as (stream, far):
-            stream._allowances.asked(InfoRequest())  # type: ignore[union-attr]
-            far.setblocking(True)
-            # 0.5 MiB on the wire, 3 MiB more when they are unpacked.
-            packed = b"".join(encode(ForwardResponse(hidden=HIDDEN.bfloat16()), codec="rotated8"))
-            sending = stream._loop.run_in_executor(None, far.sendall, packed)
-            with pytest.raises(ProtocolError, match="unpacks to far more than the 0 bytes"):
-                await stream.receive(timeout_s=20.0)
-            await sending
-
-    run(body)
+@both_loops
+async def test_a_small_answer_does_not_unpack_to_a_large_one() -> None:
+    async with stream_and_socket(allowances=Allowances()) as (stream, far):
+        stream._allowances.asked(InfoRequest())  # type: ignore[union-attr]
+        far.setblocking(True)
+        # 0.5 MiB on the wire, 3 MiB more when they are unpacked.
+        packed = b"".join(encode(ForwardResponse(hidden=HIDDEN.bfloat16()), codec="rotated8"))
+        sending = stream._loop.run_in_executor(None, far.sendall, packed)
+        with pytest.raises(ProtocolError, match="unpacks to far more than the 0 bytes"):
+            await stream.receive(timeout_s=20.0)
+        await sending
 
 
-def test_what_a_server_sends_unasked_is_bounded_too(run: Callable[[Body], None]) -> None:
+@both_loops
+async def test_what_a_server_sends_unasked_is_bounded_too() -> None:
     ledger = Ledger(1 << 30)
-
-    async def body() -> None:
-        async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
-            await stream.send(InfoRequest())
-            far.send(b"".join(encode(Failure(kind="internal", message="x"))))
-            assert isinstance(await stream.receive(timeout_s=5.0), Failure)
-            # The request has been answered.
-            far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 4 * MIB))
-            with pytest.raises(ProtocolError, match="an answer of 4194368 bytes declared"):
-                await stream.receive(timeout_s=5.0)
-            assert ledger.used == 0
-
-    run(body)
+    async with stream_and_socket(budget=ledger, allowances=Allowances()) as (stream, far):
+        await stream.send(InfoRequest())
+        far.send(b"".join(encode(Failure(kind="internal", message="x"))))
+        assert isinstance(await stream.receive(timeout_s=5.0), Failure)
+        # The request has been answered.
+        far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 4 * MIB))
+        with pytest.raises(ProtocolError, match="an answer of 4194368 bytes declared"):
+            await stream.receive(timeout_s=5.0)
+        assert ledger.used == 0

@@ -97,18 +97,15 @@ def test_malformed_dictionary_values_are_refused(content: object) -> None:
         MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x50, msgpack.packb(content))))
 
 
-def test_a_declared_stream_length_is_bounded() -> None:
-    async def main() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data((400 << 20).to_bytes(8, "big") + b"x")
-        reader.feed_eof()
-        with pytest.raises(ValueError, match="stream message of 419430400 bytes declared, the limit is 16777216"):
-            await P2P.receive_raw_data(reader)
-        reader = asyncio.StreamReader()
-        reader.feed_data((3).to_bytes(8, "big") + b"abc")
-        assert await P2P.receive_raw_data(reader) == b"abc"
-
-    asyncio.run(main())
+async def test_a_declared_stream_length_is_bounded() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data((400 << 20).to_bytes(8, "big") + b"x")
+    reader.feed_eof()
+    with pytest.raises(ValueError, match="stream message of 419430400 bytes declared, the limit is 16777216"):
+        await P2P.receive_raw_data(reader)
+    reader = asyncio.StreamReader()
+    reader.feed_data((3).to_bytes(8, "big") + b"abc")
+    assert await P2P.receive_raw_data(reader) == b"abc"
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,10 @@ def test_an_error_arrives_without_what_lies_behind_it() -> None:
     assert shown.count("  File ") == 2
 
 
-def test_a_loop_is_closed_from_another_one() -> None:
-    async def body() -> None:
-        inner = LoopThread("inner")
-        inner.start()
-        assert await asyncio.wrap_future(inner.submit(asyncio.sleep(0, "done"))) == "done"
-        await inner.aclose()
-        await inner.aclose()
-        assert "inner" not in [thread.name for thread in threading.enumerate()]
-
-    asyncio.run(body())
+async def test_a_loop_is_closed_from_another_one() -> None:
+    inner = LoopThread("inner")
+    inner.start()
+    assert await asyncio.wrap_future(inner.submit(asyncio.sleep(0, "done"))) == "done"
+    await inner.aclose()
+    await inner.aclose()
+    assert "inner" not in [thread.name for thread in threading.enumerate()]

@@ -68,55 +68,46 @@ def acceptor_with(groups: Groups | None = None, max_streams: int = limits.MAX_ST
         return Acceptor(Ledger(limits.MAX_RECEIVING_BYTES, groups=groups))
 
 
-def test_messages_reach_the_handler_with_the_proved_peer() -> None:
+async def test_messages_reach_the_handler_with_the_proved_peer() -> None:
     seen = []
 
     async def handler(channel: Channel) -> None:
         seen.append(channel.remote_peer)
         await echo(channel)
 
-    async def main() -> None:
-        acceptor = acceptor_with()
-        async with connected(acceptor, handler) as channel:
-            for size in (1, 300_000):
-                await channel.send(ForwardResponse(hidden=torch.ones(size)), codec="float16")
-                answer = await channel.receive(timeout_s=20.0)
-                assert isinstance(answer, ForwardResponse)
-                assert torch.equal(answer.hidden, torch.ones(size))
-            assert acceptor.num_streams == 1
-        assert acceptor.num_streams == 0
-
-    asyncio.run(main())
+    acceptor = acceptor_with()
+    async with connected(acceptor, handler) as channel:
+        for size in (1, 300_000):
+            await channel.send(ForwardResponse(hidden=torch.ones(size)), codec="float16")
+            answer = await channel.receive(timeout_s=20.0)
+            assert isinstance(answer, ForwardResponse)
+            assert torch.equal(answer.hidden, torch.ones(size))
+        assert acceptor.num_streams == 1
+    assert acceptor.num_streams == 0
     assert seen == ["peer-x"]
 
 
-def test_a_peer_with_too_many_streams_is_told_so() -> None:
-    async def main() -> None:
-        acceptor = acceptor_with(max_streams=4)
-        async with connected(acceptor, echo) as first:
-            await first.send(InfoRequest())
-            assert await first.receive(timeout_s=20.0) == InfoRequest()
-            async with connected(acceptor, echo) as second:
-                answer = await second.receive(timeout_s=20.0)
-                assert isinstance(answer, Failure)
-                assert answer.kind == "overloaded"
-                assert "this client holds 1 streams here and all hold 1 of 4" in answer.message
-                assert await second.receive(timeout_s=20.0) is None
-            await first.send(InfoRequest())
-            assert await first.receive(timeout_s=20.0) == InfoRequest()
-
-    asyncio.run(main())
-
-
-def test_all_peers_together_are_bounded_too() -> None:
-    async def main() -> None:
-        acceptor = acceptor_with(max_streams=1)
-        async with connected(acceptor, echo), connected(acceptor, echo) as second:
+async def test_a_peer_with_too_many_streams_is_told_so() -> None:
+    acceptor = acceptor_with(max_streams=4)
+    async with connected(acceptor, echo) as first:
+        await first.send(InfoRequest())
+        assert await first.receive(timeout_s=20.0) == InfoRequest()
+        async with connected(acceptor, echo) as second:
             answer = await second.receive(timeout_s=20.0)
             assert isinstance(answer, Failure)
-            assert "this client holds 1 streams here and all hold 1 of 1" in answer.message
+            assert answer.kind == "overloaded"
+            assert "this client holds 1 streams here and all hold 1 of 4" in answer.message
+            assert await second.receive(timeout_s=20.0) is None
+        await first.send(InfoRequest())
+        assert await first.receive(timeout_s=20.0) == InfoRequest()
 
-    asyncio.run(main())
+
+async def test_all_peers_together_are_bounded_too() -> None:
+    acceptor = acceptor_with(max_streams=1)
+    async with connected(acceptor, echo), connected(acceptor, echo) as second:
+        answer = await second.receive(timeout_s=20.0)
+        assert isinstance(answer, Failure)
+        assert "this client holds 1 streams here and all hold 1 of 1" in answer.message
 
 
 def test_five_peers_that_take_all_they_get_leave_streams_for_others() -> None:
@@ -148,21 +139,18 @@ async def third_in_place_of(
         yield
 
 
-def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        acceptor = acceptor_with(max_streams=2)
-        async with (
-            connected(acceptor, echo, "one") as first,
-            connected(acceptor, echo, "two") as second,
-            third_in_place_of(first, second, acceptor, "all hold 2 of 2", monkeypatch),
-        ):
-            await second.send(InfoRequest())
-            assert await second.receive(timeout_s=20.0) == InfoRequest()
-
-    asyncio.run(main())
+async def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
+    acceptor = acceptor_with(max_streams=2)
+    async with (
+        connected(acceptor, echo, "one") as first,
+        connected(acceptor, echo, "two") as second,
+        third_in_place_of(first, second, acceptor, "all hold 2 of 2", monkeypatch),
+    ):
+        await second.send(InfoRequest())
+        assert await second.receive(timeout_s=20.0) == InfoRequest()
 
 
-def test_identities_of_one_address_replace_their_own_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_identities_of_one_address_replace_their_own_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     class OneAddress:
         @contextmanager
         def calling(self, peer: str, address: str) -> Iterator[None]:
@@ -175,40 +163,34 @@ def test_identities_of_one_address_replace_their_own_idle_streams(monkeypatch: p
         def is_known(self, peer: str) -> bool:
             return False
 
-    async def main() -> None:
-        acceptor = acceptor_with(OneAddress(), max_streams=4)
-        words = "holds 0 streams here, those of its address 2 and all hold 2 of 4"
-        async with (
-            connected(acceptor, echo, "one") as first,
-            connected(acceptor, echo, "two") as second,
-            third_in_place_of(first, second, acceptor, words, monkeypatch),
-        ):
-            pass
-        assert set(hosts.values()) == {"/ip4/203.0.113.7/tcp/1"}
-
     hosts: dict[str, str] = {}
-    asyncio.run(main())
+    acceptor = acceptor_with(OneAddress(), max_streams=4)
+    words = "holds 0 streams here, those of its address 2 and all hold 2 of 4"
+    async with (
+        connected(acceptor, echo, "one") as first,
+        connected(acceptor, echo, "two") as second,
+        third_in_place_of(first, second, acceptor, words, monkeypatch),
+    ):
+        pass
+    assert set(hosts.values()) == {"/ip4/203.0.113.7/tcp/1"}
 
 
-def test_a_silent_stream_is_closed() -> None:
+async def test_a_silent_stream_is_closed() -> None:
     called = []
 
     async def handler(channel: Channel) -> None:
         called.append(channel)
 
-    async def main() -> None:
+    with limited(FIRST_MESSAGE_TIMEOUT_S=0.1):
         acceptor = acceptor_with()
         async with connected(acceptor, handler) as channel:
             assert await channel.receive(timeout_s=20.0) is None
         assert acceptor.num_streams == 0
-
-    with limited(FIRST_MESSAGE_TIMEOUT_S=0.1):
-        asyncio.run(main())
     assert not called
 
 
-def test_a_first_message_at_a_trickle_is_given_up() -> None:
-    async def main() -> None:
+async def test_a_first_message_at_a_trickle_is_given_up() -> None:
+    with limited(FIRST_MESSAGE_TIMEOUT_S=0.1, MIN_RECEIVE_BYTES_PER_S=1000.0):
         acceptor = acceptor_with()
         async with connected(acceptor, echo) as channel:
             transport = channel._check_usable()
@@ -219,9 +201,6 @@ def test_a_first_message_at_a_trickle_is_given_up() -> None:
                     break
                 transport.write(b"x")
             assert transport.is_closing()
-
-    with limited(FIRST_MESSAGE_TIMEOUT_S=0.1, MIN_RECEIVE_BYTES_PER_S=1000.0):
-        asyncio.run(main())
 
 
 def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() -> None:
@@ -243,48 +222,39 @@ def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() ->
         virtual_time.run(main(), timeout_s=60)
 
 
-def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.LogCaptureFixture) -> None:
     async def handler(channel: Channel) -> None:
         await channel.receive(timeout_s=20.0)
         raise KeyError("oops")
 
-    async def main() -> None:
-        acceptor = acceptor_with()
-        async with connected(acceptor, handler) as channel:
-            await channel.send(InfoRequest())
-            text = "the server failed (KeyError); its log says more"
-            assert await channel.receive(timeout_s=20.0) == Failure(kind="internal", message=text)
-            assert await channel.receive(timeout_s=20.0) is None
-        assert acceptor.num_streams == 0
-
-    asyncio.run(main())
+    acceptor = acceptor_with()
+    async with connected(acceptor, handler) as channel:
+        await channel.send(InfoRequest())
+        text = "the server failed (KeyError); its log says more"
+        assert await channel.receive(timeout_s=20.0) == Failure(kind="internal", message=text)
+        assert await channel.receive(timeout_s=20.0) is None
+    assert acceptor.num_streams == 0
     assert "a handler failed on a stream of peer peer-x" in caplog.text
 
 
-def test_a_malformed_message_ends_only_its_own_stream() -> None:
-    async def main() -> None:
-        acceptor = acceptor_with()
-        async with connected(acceptor, echo) as good, connected(acceptor, echo) as bad:
-            bad._check_usable().write(b"\xff" * 100)
-            with pytest.raises(TransportError, match="broke"):
-                await bad.receive(timeout_s=20.0)
-            await good.send(InfoRequest())
-            assert await good.receive(timeout_s=20.0) == InfoRequest()
-
-    asyncio.run(main())
+async def test_a_malformed_message_ends_only_its_own_stream() -> None:
+    acceptor = acceptor_with()
+    async with connected(acceptor, echo) as good, connected(acceptor, echo) as bad:
+        bad._check_usable().write(b"\xff" * 100)
+        with pytest.raises(TransportError, match="broke"):
+            await bad.receive(timeout_s=20.0)
+        await good.send(InfoRequest())
+        assert await good.receive(timeout_s=20.0) == InfoRequest()
 
 
-def test_close_cancels_all_handlers() -> None:
-    async def main() -> None:
-        acceptor = acceptor_with()
-        async with connected(acceptor, echo) as channel:
-            await channel.send(InfoRequest())
-            assert await channel.receive(timeout_s=20.0) == InfoRequest()
-            await acceptor.close()
-            assert acceptor.num_streams == 0
-            assert await channel.receive(timeout_s=20.0) is None
-
-    asyncio.run(main())
+async def test_close_cancels_all_handlers() -> None:
+    acceptor = acceptor_with()
+    async with connected(acceptor, echo) as channel:
+        await channel.send(InfoRequest())
+        assert await channel.receive(timeout_s=20.0) == InfoRequest()
+        await acceptor.close()
+        assert acceptor.num_streams == 0
+        assert await channel.receive(timeout_s=20.0) is None
 
 
 @pytest.mark.parametrize(
@@ -298,7 +268,7 @@ def test_close_cancels_all_handlers() -> None:
         pytest.param(None, r"own libp2p daemon does not answer", id="daemon"),
     ],
 )
-def test_an_unreachable_peer_is_told_from_a_dead_daemon(
+async def test_an_unreachable_peer_is_told_from_a_dead_daemon(
     reply: p2pd_pb2.Response | None, text: str, tmp_path: Path
 ) -> None:
     async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -307,17 +277,14 @@ def test_an_unreachable_peer_is_told_from_a_dead_daemon(
             await write_pbmsg(writer, reply)
         writer.close()
 
-    async def main() -> None:
-        path = str(tmp_path / "daemon")
-        server = await asyncio.start_unix_server(daemon, path)
-        try:
-            with pytest.raises(TransportError, match=text):
-                await open_channel(path, PEER_ID, "/x", timeout_s=5.0, ledger=Ledger(1 << 20))
-        finally:
-            server.close()
-            await server.wait_closed()
-
-    asyncio.run(main())
+    path = str(tmp_path / "daemon")
+    server = await asyncio.start_unix_server(daemon, path)
+    try:
+        with pytest.raises(TransportError, match=text):
+            await open_channel(path, PEER_ID, "/x", timeout_s=5.0, ledger=Ledger(1 << 20))
+    finally:
+        server.close()
+        await server.wait_closed()
 
 
 @pytest.mark.parametrize(

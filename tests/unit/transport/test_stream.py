@@ -6,12 +6,11 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from stream_kit import Body, frame_bytes, limited, message, read_hidden, stream_and_socket, two_streams
+from stream_kit import both_loops, frame_bytes, limited, message, read_hidden, stream_and_socket, two_streams
 
 import swarm_plugins.transport.stream as stream_module
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
@@ -31,25 +30,22 @@ async def cut_off(far: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("num_elements", [1, 1000, 20_000, 700_000, 3_000_000])
-def test_messages_of_any_size_arrive_in_order(run: Callable[[Body], None], num_elements: int) -> None:
-    async def body() -> None:
-        async with two_streams() as (near, far):
+@both_loops
+async def test_messages_of_any_size_arrive_in_order(num_elements: int) -> None:
+    async with two_streams() as (near, far):
 
-            async def send_all() -> None:
-                for extra in range(4):
-                    await near.write(encode(message(num_elements + extra)))
-
-            sending = asyncio.create_task(send_all())
+        async def send_all() -> None:
             for extra in range(4):
-                assert torch.equal(await read_hidden(far), message(num_elements + extra).hidden)
-            await sending
+                await near.write(encode(message(num_elements + extra)))
 
-    run(body)
+        sending = asyncio.create_task(send_all())
+        for extra in range(4):
+            assert torch.equal(await read_hidden(far), message(num_elements + extra).hidden)
+        await sending
 
 
-def test_long_tensors_are_packed_and_unpacked_outside_of_the_event_loop(
-    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@both_loops
+async def test_long_tensors_are_packed_and_unpacked_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 MiB take 0.1 s to unpack and up to 0.8 s to pack, in which no other peer would get an answer."""
     threads: dict[str, set[int]] = {"pack": set(), "unpack_rotated8": set()}
 
@@ -64,15 +60,11 @@ def test_long_tensors_are_packed_and_unpacked_outside_of_the_event_loop(
 
     for name in threads:
         note(name)
-
-    async def body() -> None:
-        async with two_streams() as (near, far):
-            sending = asyncio.create_task(near.send(message(1 << 18), codec="rotated8"))
-            found.append(await far.receive(timeout_s=20.0))
-            await sending
-
     found: list[Message | None] = []
-    run(body)
+    async with two_streams() as (near, far):
+        sending = asyncio.create_task(near.send(message(1 << 18), codec="rotated8"))
+        found.append(await far.receive(timeout_s=20.0))
+        await sending
     assert all(seen and threading.get_ident() not in seen for seen in threads.values())
     want = wire.decode(b"".join(encode(message(1 << 18), codec="rotated8")))
     assert isinstance(found[0], ForwardResponse)
@@ -80,168 +72,145 @@ def test_long_tensors_are_packed_and_unpacked_outside_of_the_event_loop(
     assert found[0].hidden.equal(want.hidden)
 
 
-def test_frames_cut_anywhere_are_put_together(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        data = frame_bytes(3) + frame_bytes(20)
-        async with stream_and_socket() as (stream, far):
-            for cut in range(1, len(data), 3):
-                far.send(data[:cut])
-                await asyncio.sleep(0)
-                far.send(data[cut:])
-                assert (await read_hidden(stream)).numel() == 3
-                assert (await read_hidden(stream)).numel() == 20
-
-    run(body)
-
-
-def test_bytes_read_before_the_takeover_are_not_lost(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        near, far = socket.socketpair()
-        data = frame_bytes(20)
-        _, writer = await asyncio.open_unix_connection(sock=near)
-        stream = FrameStream("peer-x", Ledger(1 << 30))
-        stream.attach(writer, data[:30])
-        far.send(data[30:])
-        assert (await read_hidden(stream)).numel() == 20
-        await stream.close()
-        far.close()
-        await asyncio.sleep(0.01)
-
-    run(body)
-
-
-def test_garbage_read_before_the_takeover_breaks_the_stream(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        near, far = socket.socketpair()
-        far.settimeout(5.0)
-        _, writer = await asyncio.open_unix_connection(sock=near)
-        stream = FrameStream("peer-x", Ledger(1 << 30))
-        stream.attach(writer, b"\xff" * 100)
-        with pytest.raises(ProtocolError, match="not a frame"):
-            await stream.read(5.0)
-        await asyncio.sleep(0.01)
-        assert far.recv(1) == b""
-        far.close()
-
-    run(body)
-
-
-def test_oversize_and_garbage_break_the_stream_at_the_header(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with stream_and_socket() as (stream, far):
-            far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 1 << 40))
-            with pytest.raises(ProtocolError, match="the limit is 541065216"):
-                await stream.read(5.0)
-            assert far.recv(1) == b""
-        async with stream_and_socket() as (stream, far):
-            far.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            with pytest.raises(ProtocolError, match="not a frame"):
-                await stream.read(5.0)
-
-    run(body)
-
-
-def test_silence_times_out_and_the_stream_stays_usable(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with stream_and_socket() as (stream, far):
-            data = frame_bytes(20)
-            far.send(data[:50])
-            with pytest.raises(RequestTimeoutError, match=r"no message from peer peer-x within 0\.05 s"):
-                await stream.read(0.05)
-            far.send(data[50:])
+@both_loops
+async def test_frames_cut_anywhere_are_put_together() -> None:
+    data = frame_bytes(3) + frame_bytes(20)
+    async with stream_and_socket() as (stream, far):
+        for cut in range(1, len(data), 3):
+            far.send(data[:cut])
+            await asyncio.sleep(0)
+            far.send(data[cut:])
+            assert (await read_hidden(stream)).numel() == 3
             assert (await read_hidden(stream)).numel() == 20
 
-    run(body)
+
+@both_loops
+async def test_bytes_read_before_the_takeover_are_not_lost() -> None:
+    near, far = socket.socketpair()
+    data = frame_bytes(20)
+    _, writer = await asyncio.open_unix_connection(sock=near)
+    stream = FrameStream("peer-x", Ledger(1 << 30))
+    stream.attach(writer, data[:30])
+    far.send(data[30:])
+    assert (await read_hidden(stream)).numel() == 20
+    await stream.close()
+    far.close()
+    await asyncio.sleep(0.01)
 
 
-def test_close_lets_the_other_end_read_what_was_sent(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with two_streams() as (near, far):
+@both_loops
+async def test_garbage_read_before_the_takeover_breaks_the_stream() -> None:
+    near, far = socket.socketpair()
+    far.settimeout(5.0)
+    _, writer = await asyncio.open_unix_connection(sock=near)
+    stream = FrameStream("peer-x", Ledger(1 << 30))
+    stream.attach(writer, b"\xff" * 100)
+    with pytest.raises(ProtocolError, match="not a frame"):
+        await stream.read(5.0)
+    await asyncio.sleep(0.01)
+    assert far.recv(1) == b""
+    far.close()
+
+
+@both_loops
+async def test_oversize_and_garbage_break_the_stream_at_the_header() -> None:
+    async with stream_and_socket() as (stream, far):
+        far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 1 << 40))
+        with pytest.raises(ProtocolError, match="the limit is 541065216"):
+            await stream.read(5.0)
+        assert far.recv(1) == b""
+    async with stream_and_socket() as (stream, far):
+        far.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        with pytest.raises(ProtocolError, match="not a frame"):
+            await stream.read(5.0)
+
+
+@both_loops
+async def test_silence_times_out_and_the_stream_stays_usable() -> None:
+    async with stream_and_socket() as (stream, far):
+        data = frame_bytes(20)
+        far.send(data[:50])
+        with pytest.raises(RequestTimeoutError, match=r"no message from peer peer-x within 0\.05 s"):
+            await stream.read(0.05)
+        far.send(data[50:])
+        assert (await read_hidden(stream)).numel() == 20
+
+
+@both_loops
+async def test_close_lets_the_other_end_read_what_was_sent() -> None:
+    async with two_streams() as (near, far):
+        await near.write(encode(message(5)))
+        await near.close()
+        await near.close()
+        assert (await read_hidden(far)).numel() == 5
+        assert await far.read(5.0) is None
+        assert await far.read(5.0) is None
+        with pytest.raises(TransportError, match="channel to peer peer-x is closed"):
+            await near.read(1.0)
+        with pytest.raises(TransportError, match="channel to peer peer-x is closed"):
             await near.write(encode(message(5)))
-            await near.close()
-            await near.close()
-            assert (await read_hidden(far)).numel() == 5
-            assert await far.read(5.0) is None
-            assert await far.read(5.0) is None
-            with pytest.raises(TransportError, match="channel to peer peer-x is closed"):
-                await near.read(1.0)
-            with pytest.raises(TransportError, match="channel to peer peer-x is closed"):
-                await near.write(encode(message(5)))
-
-    run(body)
 
 
-def test_the_last_frame_is_read_although_the_other_end_still_sends(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with two_streams() as (near, far):
-            await far.write(encode(message(7)))
-            await near.write(encode(message(5)))
-            await near.close()  # with a message unread
-            await far.write(encode(message(7)))
-            assert (await read_hidden(far)).numel() == 5
-            assert await far.read(5.0) is None
-
-    run(body)
+@both_loops
+async def test_the_last_frame_is_read_although_the_other_end_still_sends() -> None:
+    async with two_streams() as (near, far):
+        await far.write(encode(message(7)))
+        await near.write(encode(message(5)))
+        await near.close()  # with a message unread
+        await far.write(encode(message(7)))
+        assert (await read_hidden(far)).numel() == 5
+        assert await far.read(5.0) is None
 
 
-def test_a_peer_that_never_closes_is_cut_off(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@both_loops
+async def test_a_peer_that_never_closes_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 0.1)
-
-    async def body() -> None:
-        counts = StreamCounts()
-        async with stream_and_socket(counts=counts) as (stream, far):
-            await stream.close()
-            assert counts.num_parting == 1
-            await cut_off(far)
-            assert counts.num_parting == 0
-
-    run(body)
+    counts = StreamCounts()
+    async with stream_and_socket(counts=counts) as (stream, far):
+        await stream.close()
+        assert counts.num_parting == 1
+        await cut_off(far)
+        assert counts.num_parting == 0
 
 
-def test_few_streams_linger_at_a_time(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@both_loops
+async def test_few_streams_linger_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "_MAX_PARTING", 1)
     monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 60.0)
-
-    async def body() -> None:
-        counts = StreamCounts()
-        async with (
-            stream_and_socket(counts=counts) as (first, _),
-            stream_and_socket(counts=counts) as (second, far),
-        ):
-            await first.close()
-            await second.close()
-            assert counts.num_parting == 1
-            await cut_off(far)
-
-    run(body)
+    counts = StreamCounts()
+    async with (
+        stream_and_socket(counts=counts) as (first, _),
+        stream_and_socket(counts=counts) as (second, far),
+    ):
+        await first.close()
+        await second.close()
+        assert counts.num_parting == 1
+        await cut_off(far)
 
 
-def test_a_break_is_told_from_an_end_and_wakes_waiters(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with stream_and_socket() as (stream, far):
-            waiting = asyncio.create_task(stream.read(10.0))
-            await asyncio.sleep(0.01)
-            far.close()
-            with pytest.raises(TransportError, match="the stream to peer peer-x broke"):
-                await waiting
-            with pytest.raises(TransportError, match="broke"):
-                await stream.write(encode(message(5)))
-
-    run(body)
+@both_loops
+async def test_a_break_is_told_from_an_end_and_wakes_waiters() -> None:
+    async with stream_and_socket() as (stream, far):
+        waiting = asyncio.create_task(stream.read(10.0))
+        await asyncio.sleep(0.01)
+        far.close()
+        with pytest.raises(TransportError, match="the stream to peer peer-x broke"):
+            await waiting
+        with pytest.raises(TransportError, match="broke"):
+            await stream.write(encode(message(5)))
 
 
-def test_a_reader_that_reads_nothing_stops_the_sender(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
+@both_loops
+async def test_a_reader_that_reads_nothing_stops_the_sender() -> None:
+    with limited(SEND_STALL_TIMEOUT_S=0.1):
         async with stream_and_socket() as (stream, _):
             with pytest.raises(RequestTimeoutError, match=r"accepted no data for 0\.1 s"):
                 await stream.write(encode(message(2_000_000)))
 
-    with limited(SEND_STALL_TIMEOUT_S=0.1):
-        run(body)
 
-
-def test_unread_messages_stop_the_sender_instead_of_filling_memory(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
+@both_loops
+async def test_unread_messages_stop_the_sender_instead_of_filling_memory() -> None:
+    with limited(SEND_STALL_TIMEOUT_S=0.2):
         async with two_streams() as (near, far):
             sent = 0
             with pytest.raises(RequestTimeoutError):  # noqa: PT012
@@ -250,39 +219,33 @@ def test_unread_messages_stop_the_sender_instead_of_filling_memory(run: Callable
             assert sent < 10
             assert len(far._frames) <= 3
 
-    with limited(SEND_STALL_TIMEOUT_S=0.2):
-        run(body)
+
+@both_loops
+async def test_of_very_many_small_messages_few_become_objects() -> None:
+    async with stream_and_socket() as (stream, far):
+        sent = b"".join(frame_bytes(number) for number in range(1, 100)) + END_FRAME
+        far.send(sent)
+        await stream.wait(5.0)
+        assert len(stream._frames) == 2
+        for number in range(1, 100):
+            assert (await read_hidden(stream)).numel() == number
+            assert len(stream._frames) <= 2
+        assert await stream.read(5.0) is None
 
 
-def test_of_very_many_small_messages_few_become_objects(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with stream_and_socket() as (stream, far):
-            sent = b"".join(frame_bytes(number) for number in range(1, 100)) + END_FRAME
-            far.send(sent)
-            await stream.wait(5.0)
-            assert len(stream._frames) == 2
-            for number in range(1, 100):
-                assert (await read_hidden(stream)).numel() == number
-                assert len(stream._frames) <= 2
-            assert await stream.read(5.0) is None
-
-    run(body)
+@both_loops
+async def test_garbage_behind_waiting_messages_breaks_the_stream_in_its_turn() -> None:
+    async with stream_and_socket() as (stream, far):
+        far.send(b"".join(frame_bytes(number) for number in range(1, 6)) + b"garbage" * 10)
+        for number in range(1, 6):
+            assert (await read_hidden(stream)).numel() == number
+        with pytest.raises(ProtocolError, match="not a frame"):
+            await stream.read(5.0)
 
 
-def test_garbage_behind_waiting_messages_breaks_the_stream_in_its_turn(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with stream_and_socket() as (stream, far):
-            far.send(b"".join(frame_bytes(number) for number in range(1, 6)) + b"garbage" * 10)
-            for number in range(1, 6):
-                assert (await read_hidden(stream)).numel() == number
-            with pytest.raises(ProtocolError, match="not a frame"):
-                await stream.read(5.0)
-
-    run(body)
-
-
-def test_a_reader_that_takes_a_little_now_and_then_is_given_up(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
+@both_loops
+async def test_a_reader_that_takes_a_little_now_and_then_is_given_up() -> None:
+    with limited(SEND_STALL_TIMEOUT_S=0.3, MIN_RECEIVE_BYTES_PER_S=1e9):
         async with stream_and_socket() as (stream, far):
             taken = 0
 
@@ -301,31 +264,24 @@ def test_a_reader_that_takes_a_little_now_and_then_is_given_up(run: Callable[[Bo
             # Of 64 MB: in the 0.4 s that such a message is given, such a reader takes 2 MB.
             assert taken < 32_000_000
 
-    with limited(SEND_STALL_TIMEOUT_S=0.3, MIN_RECEIVE_BYTES_PER_S=1e9):
-        run(body)
+
+@both_loops
+async def test_cancelling_half_a_send_breaks_the_stream() -> None:
+    async with stream_and_socket() as (stream, _):
+        sending = asyncio.create_task(stream.write(encode(message(2_000_000))))
+        await asyncio.sleep(0.02)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(TransportError, match="cancelled in mid-message"):
+            await stream.write(encode(message(1)))
 
 
-def test_cancelling_half_a_send_breaks_the_stream(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with stream_and_socket() as (stream, _):
-            sending = asyncio.create_task(stream.write(encode(message(2_000_000))))
-            await asyncio.sleep(0.02)
-            sending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            with pytest.raises(TransportError, match="cancelled in mid-message"):
-                await stream.write(encode(message(1)))
-
-    run(body)
-
-
-def test_memory_may_be_reused_when_write_returns(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        async with two_streams() as (near, far):
-            reading = asyncio.create_task(read_hidden(far))
-            sent = message(1_000_000)
-            await near.write(encode(sent))
-            sent.hidden.zero_()
-            assert torch.equal(await reading, message(1_000_000).hidden)
-
-    run(body)
+@both_loops
+async def test_memory_may_be_reused_when_write_returns() -> None:
+    async with two_streams() as (near, far):
+        reading = asyncio.create_task(read_hidden(far))
+        sent = message(1_000_000)
+        await near.write(encode(sent))
+        sent.hidden.zero_()
+        assert torch.equal(await reading, message(1_000_000).hidden)

@@ -32,71 +32,59 @@ def handlers() -> dict[str, dict[str, Handler]]:
     return {"a": {"rpc_forward": echo, "rpc_info": info}, "b": {"rpc_info": info}}
 
 
-def test_messages_go_there_and_back_through_the_encoder() -> None:
-    async def main() -> None:
-        transport = LocalTransport(handlers())
-        channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
-        sent = torch.randn(3, 5)
-        await channel.send(ForwardResponse(hidden=sent))
-        received = await channel.receive(timeout_s=10.0)
-        assert isinstance(received, ForwardResponse)
-        assert torch.equal(received.hidden, sent)
-        assert received.hidden.data_ptr() != sent.data_ptr()
-        await channel.close()
-        with pytest.raises(TransportError, match="closed"):
-            await channel.send(InfoRequest())
-        async with asyncio.timeout(5):
-            while transport.num_live_channels:
-                await asyncio.sleep(0.01)
-        await transport.close()
-
-    asyncio.run(main())
+async def test_messages_go_there_and_back_through_the_encoder() -> None:
+    transport = LocalTransport(handlers())
+    channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
+    sent = torch.randn(3, 5)
+    await channel.send(ForwardResponse(hidden=sent))
+    received = await channel.receive(timeout_s=10.0)
+    assert isinstance(received, ForwardResponse)
+    assert torch.equal(received.hidden, sent)
+    assert received.hidden.data_ptr() != sent.data_ptr()
+    await channel.close()
+    with pytest.raises(TransportError, match="closed"):
+        await channel.send(InfoRequest())
+    async with asyncio.timeout(5):
+        while transport.num_live_channels:
+            await asyncio.sleep(0.01)
+    await transport.close()
 
 
-def test_peers_that_are_not_there_cannot_be_reached() -> None:
-    async def main() -> None:
-        transport = LocalTransport(handlers())
-        for peer, rpc in [("c", "rpc_info"), ("b", "rpc_forward")]:
-            with pytest.raises(TransportError, match="cannot be reached"):
-                await transport.open(peer, rpc, timeout_s=10.0)
-        with pytest.raises(ConfigError, match="unknown rpc"):
-            await transport.open("a", "rpc_x", timeout_s=10.0)
-
-    asyncio.run(main())
-
-
-def test_killing_a_peer_breaks_its_channels_and_hides_it() -> None:
-    async def main() -> None:
-        transport = LocalTransport(handlers())
-        assert await transport.servers("v", 2) == {"a": INFO, "b": INFO}
-        assert await transport.servers("w", 2) == {}
-        channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
-        await transport.kill("a")
-        with pytest.raises(TransportError, match="broken"):
-            await channel.receive(timeout_s=10.0)
+async def test_peers_that_are_not_there_cannot_be_reached() -> None:
+    transport = LocalTransport(handlers())
+    for peer, rpc in [("c", "rpc_info"), ("b", "rpc_forward")]:
         with pytest.raises(TransportError, match="cannot be reached"):
-            await transport.open("a", "rpc_forward", timeout_s=10.0)
-        assert set(await transport.servers("v", 2)) == {"b"}
-        transport.revive("a")
-        assert set(await transport.servers("v", 2)) == {"a", "b"}
-        await transport.close()
-
-    asyncio.run(main())
+            await transport.open(peer, rpc, timeout_s=10.0)
+    with pytest.raises(ConfigError, match="unknown rpc"):
+        await transport.open("a", "rpc_x", timeout_s=10.0)
 
 
-def test_a_handler_that_fails_answers_with_its_fault(caplog: pytest.LogCaptureFixture) -> None:
+async def test_killing_a_peer_breaks_its_channels_and_hides_it() -> None:
+    transport = LocalTransport(handlers())
+    assert await transport.servers("v", 2) == {"a": INFO, "b": INFO}
+    assert await transport.servers("w", 2) == {}
+    channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
+    await transport.kill("a")
+    with pytest.raises(TransportError, match="broken"):
+        await channel.receive(timeout_s=10.0)
+    with pytest.raises(TransportError, match="cannot be reached"):
+        await transport.open("a", "rpc_forward", timeout_s=10.0)
+    assert set(await transport.servers("v", 2)) == {"b"}
+    transport.revive("a")
+    assert set(await transport.servers("v", 2)) == {"a", "b"}
+    await transport.close()
+
+
+async def test_a_handler_that_fails_answers_with_its_fault(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(channel: Channel) -> None:
         raise ValueError("oops")
 
-    async def main() -> None:
+    with caplog.at_level(logging.ERROR):
         transport = LocalTransport({"a": {"rpc_info": broken}})
         channel = await transport.open("a", "rpc_info", timeout_s=10.0)
         assert await channel.receive(timeout_s=10.0) == Failure(kind="internal", message="ValueError: oops")
         assert await channel.receive(timeout_s=10.0) is None
         await transport.close()
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
     assert "handler failed" in caplog.text
 
 
@@ -138,15 +126,12 @@ def test_corruption_is_noticed_or_changes_numbers() -> None:
     assert {"changed", ProtocolError.__name__} <= set(seen)
 
 
-def test_only_chosen_peers_are_faulty() -> None:
-    async def main() -> None:
-        transport = FaultyTransport(LocalTransport(handlers()), Faults(refuse=1.0), peers={"b"})
-        await (await transport.open("a", "rpc_info", timeout_s=10.0)).close()
-        with pytest.raises(TransportError, match="injected fault"):
-            await transport.open("b", "rpc_info", timeout_s=10.0)
-        await transport.close()
-
-    asyncio.run(main())
+async def test_only_chosen_peers_are_faulty() -> None:
+    transport = FaultyTransport(LocalTransport(handlers()), Faults(refuse=1.0), peers={"b"})
+    await (await transport.open("a", "rpc_info", timeout_s=10.0)).close()
+    with pytest.raises(TransportError, match="injected fault"):
+        await transport.open("b", "rpc_info", timeout_s=10.0)
+    await transport.close()
 
 
 def test_chances_are_chances() -> None:
@@ -154,12 +139,9 @@ def test_chances_are_chances() -> None:
         Faults(drop=2)
 
 
-def test_a_silent_peer_times_out() -> None:
-    async def main() -> None:
-        transport = LocalTransport(handlers())
-        channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
-        with pytest.raises(RequestTimeoutError, match=r"no message from a within 0\.02 s"):
-            await channel.receive(timeout_s=0.02)
-        await transport.close()
-
-    asyncio.run(main())
+async def test_a_silent_peer_times_out() -> None:
+    transport = LocalTransport(handlers())
+    channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
+    with pytest.raises(RequestTimeoutError, match=r"no message from a within 0\.02 s"):
+        await channel.receive(timeout_s=0.02)
+    await transport.close()

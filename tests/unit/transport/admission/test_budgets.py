@@ -71,7 +71,7 @@ def test_long_answers_count_as_several_calls() -> None:
     assert budgets.refusal("peer", here) is None
 
 
-def test_the_daemon_is_asked_once_for_all_who_wait() -> None:
+async def test_the_daemon_is_asked_once_for_all_who_wait() -> None:
     asked = 0
 
     async def list_connections() -> list[tuple[str, bytes]]:
@@ -79,11 +79,8 @@ def test_the_daemon_is_asked_once_for_all_who_wait() -> None:
         asked += 1
         return [(f"peer {index}", bytes([4, 10, 0, 0, index])) for index in range(100)]
 
-    async def body() -> None:
-        origins = Origins(list_connections)
-        found = await asyncio.gather(*(origins.of(f"peer {index}") for index in range(200)))
-        assert [origin.host for origin in found[:100]] == [bytes([10, 0, 0, index]) for index in range(100)]
-        assert found[100:] == [UNKNOWN] * 100
-        assert asked == 2
-
-    asyncio.run(body())
+    origins = Origins(list_connections)
+    found = await asyncio.gather(*(origins.of(f"peer {index}") for index in range(200)))
+    assert [origin.host for origin in found[:100]] == [bytes([10, 0, 0, index]) for index in range(100)]
+    assert found[100:] == [UNKNOWN] * 100
+    assert asked == 2

@@ -51,32 +51,25 @@ async def meet(protocol: Any, *peers: PeerID) -> list[bool]:
     return found
 
 
-def test_identities_of_one_address_or_network_leave_room_for_others(protocol: Any) -> None:
-    async def body() -> None:
-        one_address = await meet(protocol, *(peer("2.2.2.2", number) for number in range(300)))
-        assert one_address == [True] * 64 + [False] * 236
-        assert await meet(protocol, peer("2.2.2.2", 0)) == [True], "it is there already"
-        many = await meet(protocol, *(peer(f"2.2.2.{number % 200}", number) for number in range(400, 800)))
-        assert many.count(True) == 256 - 64
-        assert await meet(protocol, peer("3.3.3.3", 1)) == [True]
-        assert len(protocol.routing_table.peer_id_to_uid) == 257
-
-    asyncio.run(body())
+async def test_identities_of_one_address_or_network_leave_room_for_others(protocol: Any) -> None:
+    one_address = await meet(protocol, *(peer("2.2.2.2", number) for number in range(300)))
+    assert one_address == [True] * 64 + [False] * 236
+    assert await meet(protocol, peer("2.2.2.2", 0)) == [True], "it is there already"
+    many = await meet(protocol, *(peer(f"2.2.2.{number % 200}", number) for number in range(400, 800)))
+    assert many.count(True) == 256 - 64
+    assert await meet(protocol, peer("3.3.3.3", 1)) == [True]
+    assert len(protocol.routing_table.peer_id_to_uid) == 257
 
 
-def test_those_that_do_not_answer_leave_their_place(protocol: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_that_do_not_answer_leave_their_place(protocol: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_PAUSE_S", 0.0)
-
-    async def body() -> None:
-        crowd = [peer("2.2.2.2", number) for number in range(64)]
-        await meet(protocol, *crowd)
-        protocol.gone.add(crowd[20])
-        newcomer = peer("2.2.2.2", 999)
-        # Sixteen are asked each time.
-        assert await meet(protocol, newcomer, newcomer, newcomer) == [False, False, True]
-        assert crowd[20] not in protocol.routing_table
-
-    asyncio.run(body())
+    crowd = [peer("2.2.2.2", number) for number in range(64)]
+    await meet(protocol, *crowd)
+    protocol.gone.add(crowd[20])
+    newcomer = peer("2.2.2.2", 999)
+    # Sixteen are asked each time.
+    assert await meet(protocol, newcomer, newcomer, newcomer) == [False, False, True]
+    assert crowd[20] not in protocol.routing_table
 
 
 def test_the_table_has_a_bound(protocol: Any, monkeypatch: pytest.MonkeyPatch) -> None:

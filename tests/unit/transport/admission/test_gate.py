@@ -77,120 +77,101 @@ def gate_of(peer: str) -> Gate:
     return Gate(peer, pytest.fail, secret=SECRET)
 
 
-def test_both_sides_prove_the_secret_once() -> None:
-    async def body() -> None:
-        theirs = gate_of("b")
-        assert "has not proved" in str(theirs.refusal("a"))
-        wire = Wire("a", theirs)
-        ours = Gate("a", wire.open, secret=SECRET)
-        await ours.enter("b", 5.0)
-        assert [len(part) for part in wire.said] == [32] * 4
-        assert len(set(wire.said)) == 4
-        assert theirs.refusal("a") is None
-        assert ours.refusal("b") is None
-        assert ours.refusal("c") is not None
-        await ours.enter("b", 5.0)
-        assert len(wire.said) == 4, "a fresh proof is not repeated"
-        ours.forget("b")
-        await ours.enter("b", 5.0)
-        assert len(wire.said) == 8
-
-    asyncio.run(body())
+async def test_both_sides_prove_the_secret_once() -> None:
+    theirs = gate_of("b")
+    assert "has not proved" in str(theirs.refusal("a"))
+    wire = Wire("a", theirs)
+    ours = Gate("a", wire.open, secret=SECRET)
+    await ours.enter("b", 5.0)
+    assert [len(part) for part in wire.said] == [32] * 4
+    assert len(set(wire.said)) == 4
+    assert theirs.refusal("a") is None
+    assert ours.refusal("b") is None
+    assert ours.refusal("c") is not None
+    await ours.enter("b", 5.0)
+    assert len(wire.said) == 4, "a fresh proof is not repeated"
+    ours.forget("b")
+    await ours.enter("b", 5.0)
+    assert len(wire.said) == 8
 
 
 @pytest.mark.parametrize("address", ["/ip4/203.0.113.7/tcp/1", "/ip4/198.51.100.1/tcp/1"], ids=["same", "other"])
-def test_silent_strangers_keep_no_member_out(address: str) -> None:
-    async def body() -> None:
-        theirs = gate_of("b")
-        strangers = [Wire(f"s{number}", theirs) for number in range(100)]
-        for wire in strangers:
-            for _ in range(4):
-                await wire.open("b", "")
-            await asyncio.sleep(0)
-        wire = Wire("a", theirs, address)
-        await Gate("a", wire.open, secret=SECRET).enter("b", 5.0)
-        assert theirs.refusal("a") is None
-        waiting = [task for one in strangers for task in one.tasks if not task.done()]
-        assert len(waiting) == 256 - 1, "the oldest proofs of the crowd are given up"
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
-
-    asyncio.run(body())
-
-
-def test_a_proof_is_of_no_use_to_another_peer_or_at_another_time() -> None:
-    async def body() -> None:
-        wire = Wire("a", gate_of("b"))
-        await Gate("a", wire.open, secret=SECRET).enter("b", 5.0)
-        nonce, _, proof, answer = wire.said
-        for caller in ("a", "mallory"):
-            again = gate_of("b")
-            replay = Wire(caller, again)
-            reader, writer = await replay.open("b", "")
-            writer.write(nonce)
-            await reader.readexactly(32)
-            writer.write(proof)
-            assert await reader.read() == b""
-            assert again.refusal(caller) is not None
-        # Nor can the answer be sent back as a proof, by one who pretends to be the answerer.
-        for guess in (proof, answer):
-            reader = asyncio.StreamReader()
-            reader.feed_data(bytes(32) + guess)
-            sink = SimpleNamespace(write=lambda _: None, close=lambda: None)
-
-            async def impostor(_: str, __: str, reader: Any = reader, sink: Any = sink) -> Any:
-                return reader, sink
-
-            ours = Gate("a", impostor, secret=SECRET)
-            with pytest.raises(TransportError, match="does not belong to this private swarm"):
-                await ours.enter("b", 5.0)
-            assert ours.refusal("b") is not None
-
-    asyncio.run(body())
-
-
-def test_another_secret_proves_nothing() -> None:
-    async def body() -> None:
-        theirs = gate_of("b")
-        wire = Wire("a", theirs)
-        with pytest.raises(TransportError, match="does not belong to this private swarm"):
-            await Gate("a", wire.open, secret=SECRET + b"!").enter("b", 5.0)
-        assert len(wire.said) == 3, "the answerer says nothing that depends on the secret"
-        assert theirs.refusal("a") is not None
-
-    asyncio.run(body())
-
-
-def test_a_list_of_peers_holds_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        gate = Gate("a", pytest.fail, allowed=["b"])
-        assert gate.refusal("b") is None
-        assert str(gate.refusal("c")).startswith("not admitted: peer c is not among the allowed peers of a: ask its")
-        await gate.enter("b", 5.0)
-        with pytest.raises(TransportError, match="peer c is not among the allowed peers"):
-            await gate.enter("c", 5.0)
-        monkeypatch.setattr(gate_module, "_MAX_PROVEN", 3)
-        full = gate_of("a")
-        for index in range(9):
-            full._note(f"peer {index}")
-        assert len(full._proven) == 3
-
-    asyncio.run(body())
-
-
-def test_a_stranger_cannot_keep_others_from_proving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "_PROOF_TIMEOUT_S", 0.3)
-
-    async def body() -> None:
-        theirs = gate_of("b")
-        silent = Wire("stranger", theirs)
-        for _ in range(300):
-            await silent.open("b", "")
+async def test_silent_strangers_keep_no_member_out(address: str) -> None:
+    theirs = gate_of("b")
+    strangers = [Wire(f"s{number}", theirs) for number in range(100)]
+    for wire in strangers:
+        for _ in range(4):
+            await wire.open("b", "")
         await asyncio.sleep(0)
-        assert len(theirs._answering) == 4
-        await Gate("a", Wire("a", theirs).open, secret=SECRET).enter("b", 5.0)
-        await asyncio.gather(*silent.tasks)
-        assert not theirs._answering
+    wire = Wire("a", theirs, address)
+    await Gate("a", wire.open, secret=SECRET).enter("b", 5.0)
+    assert theirs.refusal("a") is None
+    waiting = [task for one in strangers for task in one.tasks if not task.done()]
+    assert len(waiting) == 256 - 1, "the oldest proofs of the crowd are given up"
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
 
-    asyncio.run(body())
+
+async def test_a_proof_is_of_no_use_to_another_peer_or_at_another_time() -> None:
+    wire = Wire("a", gate_of("b"))
+    await Gate("a", wire.open, secret=SECRET).enter("b", 5.0)
+    nonce, _, proof, answer = wire.said
+    for caller in ("a", "mallory"):
+        again = gate_of("b")
+        replay = Wire(caller, again)
+        reader, writer = await replay.open("b", "")
+        writer.write(nonce)
+        await reader.readexactly(32)
+        writer.write(proof)
+        assert await reader.read() == b""
+        assert again.refusal(caller) is not None
+    # Nor can the answer be sent back as a proof, by one who pretends to be the answerer.
+    for guess in (proof, answer):
+        reader = asyncio.StreamReader()
+        reader.feed_data(bytes(32) + guess)
+        sink = SimpleNamespace(write=lambda _: None, close=lambda: None)
+
+        async def impostor(_: str, __: str, reader: Any = reader, sink: Any = sink) -> Any:
+            return reader, sink
+
+        ours = Gate("a", impostor, secret=SECRET)
+        with pytest.raises(TransportError, match="does not belong to this private swarm"):
+            await ours.enter("b", 5.0)
+        assert ours.refusal("b") is not None
+
+
+async def test_another_secret_proves_nothing() -> None:
+    theirs = gate_of("b")
+    wire = Wire("a", theirs)
+    with pytest.raises(TransportError, match="does not belong to this private swarm"):
+        await Gate("a", wire.open, secret=SECRET + b"!").enter("b", 5.0)
+    assert len(wire.said) == 3, "the answerer says nothing that depends on the secret"
+    assert theirs.refusal("a") is not None
+
+
+async def test_a_list_of_peers_holds_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate("a", pytest.fail, allowed=["b"])
+    assert gate.refusal("b") is None
+    assert str(gate.refusal("c")).startswith("not admitted: peer c is not among the allowed peers of a: ask its")
+    await gate.enter("b", 5.0)
+    with pytest.raises(TransportError, match="peer c is not among the allowed peers"):
+        await gate.enter("c", 5.0)
+    monkeypatch.setattr(gate_module, "_MAX_PROVEN", 3)
+    full = gate_of("a")
+    for index in range(9):
+        full._note(f"peer {index}")
+    assert len(full._proven) == 3
+
+
+async def test_a_stranger_cannot_keep_others_from_proving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "_PROOF_TIMEOUT_S", 0.3)
+    theirs = gate_of("b")
+    silent = Wire("stranger", theirs)
+    for _ in range(300):
+        await silent.open("b", "")
+    await asyncio.sleep(0)
+    assert len(theirs._answering) == 4
+    await Gate("a", Wire("a", theirs).open, secret=SECRET).enter("b", 5.0)
+    await asyncio.gather(*silent.tasks)
+    assert not theirs._answering
