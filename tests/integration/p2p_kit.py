@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,10 +11,6 @@ from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.server_info import ServerInfo
 
 INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
-
-
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 120))  # type: ignore[arg-type]
 
 
 async def echo(channel: Channel) -> None:

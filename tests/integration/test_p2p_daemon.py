@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -104,17 +103,13 @@ def test_a_folder_in_use_or_of_others_is_not_abandoned(folder: Path, monkeypatch
     assert not taken.path.exists()
 
 
-def test_a_killed_daemon_leaves_no_socket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_daemon_leaves_no_socket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-    async def scene() -> None:
-        async with SwarmNode(NodeConfig()) as node:
-            assert node._daemon is not None
-            (sockets,) = folder.glob("swarm-p2p-*")
-            assert list(sockets.glob("*.sock"))
-            psutil.Process(node._daemon.pid).kill()
-            await node.wait_dead()
-            assert not sockets.exists()
-
-    asyncio.run(scene())
+    async with SwarmNode(NodeConfig()) as node:
+        assert node._daemon is not None
+        (sockets,) = folder.glob("swarm-p2p-*")
+        assert list(sockets.glob("*.sock"))
+        psutil.Process(node._daemon.pid).kill()
+        await node.wait_dead()
+        assert not sockets.exists()
     assert list(folder.iterdir()) == []

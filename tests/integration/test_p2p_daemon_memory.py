@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 import pytest
-from p2p_kit import client, run, server
+from p2p_kit import client, server
 
 from swarm_plugins.transport.daemon import memory as daemon_memory
 from swarm_plugins.transport.daemon.memory import resident_bytes
@@ -28,31 +28,27 @@ async def half_a_call(socket_path: str, peer: str) -> None:
             writer.transport.abort()
 
 
-def test_half_sent_calls_do_not_fill_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_sent_calls_do_not_fill_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     num_calls = 180
     monkeypatch.setenv("GOMEMLIMIT", "64MiB")
     monkeypatch.setattr(daemon_memory, "_SETTLE_S", 20.0)
-
-    async def body() -> None:
-        async with server() as victim, client(*await victim.addresses()) as honest:
-            before = resident_bytes(victim._daemon.pid)
-            if before is None:
-                pytest.skip("this system does not tell the memory of processes")
-            monkeypatch.setattr(daemon_memory, "MOST_BYTES", before + (120 << 20))
-            channel = await honest.open(victim.peer_id, "rpc_forward", timeout_s=20.0)
-            await channel.send(InfoRequest())
-            assert await channel.receive(timeout_s=20.0) == InfoRequest()
-            async with client(*await victim.addresses()) as attacker:
-                socket_path = attacker._daemon.socket_path
-                # Without a bound they stay open for ever; what comes after the cut may fit.
-                calls = [asyncio.create_task(half_a_call(socket_path, victim.peer_id)) for _ in range(num_calls)]
-                done, rest = await asyncio.wait(calls, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
-                assert done
-                for call in rest:
-                    call.cancel()
-                await asyncio.gather(*calls, return_exceptions=True)
-            # Who is served stays connected.
-            await channel.send(InfoRequest())
-            assert await channel.receive(timeout_s=20.0) == InfoRequest()
-
-    run(body)
+    async with server() as victim, client(*await victim.addresses()) as honest:
+        before = resident_bytes(victim._daemon.pid)
+        if before is None:
+            pytest.skip("this system does not tell the memory of processes")
+        monkeypatch.setattr(daemon_memory, "MOST_BYTES", before + (120 << 20))
+        channel = await honest.open(victim.peer_id, "rpc_forward", timeout_s=20.0)
+        await channel.send(InfoRequest())
+        assert await channel.receive(timeout_s=20.0) == InfoRequest()
+        async with client(*await victim.addresses()) as attacker:
+            socket_path = attacker._daemon.socket_path
+            # Without a bound they stay open for ever; what comes after the cut may fit.
+            calls = [asyncio.create_task(half_a_call(socket_path, victim.peer_id)) for _ in range(num_calls)]
+            done, rest = await asyncio.wait(calls, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+            assert done
+            for call in rest:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        # Who is served stays connected.
+        await channel.send(InfoRequest())
+        assert await channel.receive(timeout_s=20.0) == InfoRequest()
