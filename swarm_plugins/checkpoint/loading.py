@@ -139,7 +139,7 @@ def class_for_task(config: PreTrainedConfig, what: str, *tasks: Mapping[Any, Any
     ]
     if not found:
         raise UnsupportedError(
-            f"transformers has no {what} for model_type {config.model_type!r}: use a decoder-only model that AutoModel "
-            "can load for this task"
+            f"{config.name_or_path or 'this config'}: transformers has no {what} for model_type "
+            f"{config.model_type!r}: use a decoder-only model that AutoModel can load for this task"
         )
     return next((one for one in found if one.__name__ in (config.architectures or ())), found[0])

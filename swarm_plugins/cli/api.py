@@ -12,7 +12,8 @@ import typer
 from swarm_plugins.cli.support.arguments import Model, Revision
 from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
-from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
+from swarm_plugins.cli.support.options import OFFLOAD_WORDS, parse_offload
+from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.model_names import check_model_name
 from swarm_plugins.noise import quiet_command
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from swarm_plugins.transport.config import NodeConfig
 
 _MAX_KEYS_CHARS = 1 << 20
+_OWN_SYNTAX = ("api_keys",)
+_WORDS = OFFLOAD_WORDS | words_of(ApiSettings, without=_OWN_SYNTAX)
 
 
 @client_options
-@options_of(ApiSettings, without=("api_keys",))
+@options_of(ApiSettings, without=_OWN_SYNTAX)
 def api(
     given: Given,
     context: typer.Context,
@@ -64,7 +67,7 @@ def api(
 ) -> None:
     """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
     quiet_command()
-    with one_sentence_errors("api", OFFLOAD_WORDS | words_of(ApiSettings)), contextlib.ExitStack() as stack:
+    with one_sentence_errors("api", _WORDS), contextlib.ExitStack() as stack:
         # Checked before what takes seconds to import.
         node = client_node(given, without=_not_asked(context, offload, local_swarm))
         check_model_name(model)
@@ -129,7 +132,6 @@ def _keys(file: Path | None) -> tuple[str, ...]:
 
 
 def _load(model: str, node: NodeConfig, offload: str | None, revision: str | None) -> LoadedModel:
-    from swarm_plugins.cli.support.options import parse_offload
     from swarm_plugins.talk.loading import load_model
 
     place = swarm_of(node) if offload is None else parse_offload("" if offload == "auto" else offload)

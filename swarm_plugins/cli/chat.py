@@ -9,7 +9,8 @@ import typer
 from swarm_plugins.cli.support.arguments import Adapter, Model, NewTokens, Revision, System, Temperature
 from swarm_plugins.cli.support.config_options import Given
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
-from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
+from swarm_plugins.cli.support.options import OFFLOAD_HELP, OFFLOAD_WORDS, parse_offload
+from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
 
@@ -58,8 +59,7 @@ def run(
         str,
         typer.Option(
             metavar="fast=SIZE,...",
-            help="Where to keep experts: fast=SIZE, ram=SIZE, bits=8|4|3|2|nf4, other-bits=8|4|nf4, "
-            "prefetch=on|off, readers=N, each optional. `swarm plan` finds good values. "
+            help=f"Where to keep experts: {OFFLOAD_HELP} `swarm plan` finds good values. "
             "Default: use the memory that is free.",
         ),
     ] = "",
@@ -76,8 +76,6 @@ def run(
     """Talk with a model whose experts stay on disk but for a bounded set. /exit leaves, /new starts afresh."""
     quiet_command()
     with one_sentence_errors("run", OFFLOAD_WORDS):
-        from swarm_plugins.cli.support.options import parse_offload
-
         config = parse_offload(offload)
         _check_names(model, adapter)
         # What takes seconds to import comes after what may be wrong at once.

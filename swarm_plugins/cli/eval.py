@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from swarm_plugins.transport.config import NodeConfig
     from swarm_plugins.versions import ModelVersion
 
+_NOT_ASKED = ("batch_size",)
 _ADVICE = "; or give --local to load the whole base here"
 
 
 @client_options
-@options_of(EvalSettings, without=("batch_size",))
+@options_of(EvalSettings, without=_NOT_ASKED)
 def evaluate(
     given: Given,
     repo: Annotated[str, typer.Argument(help="Repository of the adapter, such as me/my-adapter.", show_default=False)],
@@ -55,7 +56,7 @@ def evaluate(
 ) -> None:
     """Evaluate versions of an adapter on the base they were made for. Skip what has a result."""
     quiet_command()
-    with one_sentence_errors("eval", words_of(EvalSettings) | {"limit": "--limit"}):
+    with one_sentence_errors("eval", words_of(EvalSettings, without=_NOT_ASKED) | {"limit": "--limit"}):
         if parent is not None:
             # SIGTERM then ends it as Ctrl-C does, with its connections to the swarm.
             signal.signal(signal.SIGTERM, signal.default_int_handler)

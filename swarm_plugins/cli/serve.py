@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarm_plugins.cli.support.config_options import Given, options_of, pair, parsed, words_of
-from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
+from swarm_plugins.cli.support.options import OFFLOAD_WORDS
+from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.config import ServeConfig
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OWN_SYNTAX = ("model", "blocks", "part", "experts", "remote_experts", "adapters")
+_WORDS = OFFLOAD_WORDS | words_of(ServeConfig, without=_OWN_SYNTAX) | {"remote_experts": "--experts remote"}
 
 
 @options_of(ServeConfig, without=_OWN_SYNTAX)
@@ -58,7 +60,7 @@ def serve(
     Only the tensors of these blocks are read or downloaded. Ctrl-C and SIGTERM let open sessions end first; a second
     signal does not.
     """
-    with one_sentence_errors("serve", OFFLOAD_WORDS | words_of(ServeConfig)):
+    with one_sentence_errors("serve", _WORDS):
         # Before heavy imports: an embedded server must notice early that its parent is gone.
         from swarm_plugins.server.embedding import Embedding
 

@@ -37,7 +37,7 @@ class PeerConfig:
         if self.allowed_peers is not None:
             self._keep_tuple("allowed_peers", "peer ids, such as ['12D3Koo...']")
             if not self.allowed_peers:
-                raise ConfigError("allowed_peers is empty, so no peer could be used; pass None to allow any")
+                raise ConfigError("allowed_peers is empty, so no peer could be used; leave it out to allow any")
 
     def _keep_tuple(self, name: str, expected: str) -> None:
         """Keeps strings in a tuple: a YAML file gives them in a list."""

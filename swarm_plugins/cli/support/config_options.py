@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from swarm_plugins.cli.support.options import parse_offload
+from swarm_plugins.cli.support.options import OFFLOAD_HELP, parse_offload
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.sizes import parse_bytes
@@ -35,9 +35,10 @@ def option_of(field: Field) -> str:
     return f"--{field.metadata.get('option', field.name).replace('_', '-')}"
 
 
-def words_of(config: type) -> dict[str, str]:
-    """Returns the options by the fields that messages name; a single word may be meant as one."""
-    return {field.name: option_of(field) for field in dataclasses.fields(config) if "_" in field.name}
+def words_of(config: type, *, without: Collection[str] = ()) -> dict[str, str]:
+    """Returns the options of `options_of` by the fields that messages name; a single word may be meant as one."""
+    fields = (field for field in dataclasses.fields(config) if field.name not in without)
+    return {field.name: option_of(field) for field in fields if "_" in field.name}
 
 
 def options_of(config: type, *, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -51,7 +52,7 @@ def options_of(config: type, *, without: Collection[str] = ()) -> Callable[[Call
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [one for name, one in signature.parameters.items() if name != "given"]
-        added = [_parameter(field, types[field.name], docs[field.name]) for field in fields]
+        added = [_parameter(field, types[field.name], docs.get(field.name, "")) for field in fields]
 
         @functools.wraps(command)
         def run(**typed: Any) -> None:
@@ -97,11 +98,11 @@ def _parameter(field: Field, hint: Any, doc: str) -> inspect.Parameter:
         kind, metavar = str, "SIZE"
         default = None if default is None else _size(default)
     elif kind is OffloadConfig:
-        kind, metavar = str, "fast=SIZE,..."
+        kind, metavar, doc = str, "fast=SIZE,...", f"{doc} {OFFLOAD_HELP}".lstrip()
     elif kind == tuple[int, int]:
         kind, metavar = str, "K/N"
     elif kind == tuple[str, ...]:
-        kind, default, doc = list[str], None, f"{doc} Repeatable."
+        kind, default, doc = list[str], None, f"{doc} Repeatable.".lstrip()
     elif kind is bool and default:
         names = [f"{names[0]}/--no-{names[0][2:]}"]
     option = typer.Option(
@@ -146,11 +147,15 @@ def _size(num_bytes: int) -> str:
 
 
 def _docs_of(config: type) -> dict[str, str]:
-    """Returns the docstrings of a config's fields as help for those who type options."""
+    """Returns the docstrings of a config's fields as help for those who type options; none without its source."""
     options = {field.name: option_of(field) for field in dataclasses.fields(config)}
     docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, config.__mro__):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        try:
+            source = inspect.getsource(base)
+        except OSError:  # installed as bytecode only
+            continue
+        body = ast.parse(textwrap.dedent(source)).body[0]
         statements = body.body if isinstance(body, ast.ClassDef) else []
         for field, doc in itertools.pairwise(statements):
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):

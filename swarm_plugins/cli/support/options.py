@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width
 from swarm_plugins.sizes import parse_bytes
 
-T = TypeVar("T")
 
-_PREFETCH: Mapping[str, bool] = {"on": True, "off": False}
+def _by_name(widths: Iterable[Width]) -> dict[str, Width]:
+    return {str(width): width for width in widths}
+
+
+_FIELDS = {
+    "fast": "fast_bytes",
+    "ram": "ram_bytes",
+    "bits": "expert_bits",
+    "other-bits": "other_bits",
+    "prefetch": "prefetch",
+    "readers": "num_readers",
+}
+"""Fields of `OffloadConfig` by their names in ``--offload``."""
+_CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "bits": _by_name(EXPERT_BITS),
+    "other-bits": _by_name(OTHER_BITS),
+    "prefetch": {"on": True, "off": False},
+}
+OFFLOAD_WORDS = {field: f"--offload {name}" for name, field in _FIELDS.items() if name != field}
+"""Options by the config fields that the library's messages name; users have typed options."""
+
+
+def _form(name: str) -> str:
+    if name in _CHOICES:
+        return "|".join(_CHOICES[name])
+    return "SIZE" if _is_size(name) else "N"
+
+
+def _is_size(name: str) -> bool:
+    return _FIELDS[name].endswith("_bytes")
+
+
+OFFLOAD_HELP = f"{', '.join(f'{name}={_form(name)}' for name in _FIELDS)}, each optional."
+"""What ``--offload`` takes."""
 
 
 def parse_offload(text: str) -> OffloadConfig:
@@ -25,32 +56,46 @@ def parse_offload(text: str) -> OffloadConfig:
     fields: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in _READERS:
+        if not equals or name not in _FIELDS:
             raise ConfigError(
-                f"invalid --offload {part!r}: expected NAME=VALUE with a name out of {', '.join(_READERS)}, such as "
+                f"invalid --offload {part!r}: expected NAME=VALUE with a name out of {', '.join(_FIELDS)}, such as "
                 "fast=4GB,ram=16GB,prefetch=off"
             )
-        field, read = _READERS[name]
-        if field in fields:
+        if _FIELDS[name] in fields:
             raise ConfigError(f"--offload gives {name} twice: {text!r}; give it once")
-        fields[field] = read(name, value)
+        fields[_FIELDS[name]] = _read(name, value)
     return OffloadConfig(**fields)
+
+
+def _read(name: str, value: str) -> Any:
+    invalid = f"invalid --offload {name}={value}"
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise ConfigError(f"{invalid}: expected {_one_of(_CHOICES[name])}")
+        return _CHOICES[name][value]
+    if _is_size(name):
+        try:
+            return parse_bytes(value)
+        except ConfigError as exc:
+            raise ConfigError(f"{invalid}: {exc}") from exc
+    if not (value.isascii() and value.isdigit() and len(value) <= 4):
+        raise ConfigError(f"{invalid}: expected a whole number of at most 4 digits")
+    return int(value)
 
 
 def format_offload(config: OffloadConfig) -> str:
     """Formats a config for `parse_offload`, with sizes rounded down to megabytes."""
-    parts: list[str] = []
-    for name, value in (("fast", config.fast_bytes), ("ram", config.ram_bytes)):
-        if value is not None:
-            parts.append(f"{name}={value // 10**6}MB" if value >= 10**6 else f"{name}={value}")
-    for name, bits in (("bits", config.expert_bits), ("other-bits", config.other_bits)):
-        if bits is not None:
-            parts.append(f"{name}={bits}")
-    if not config.prefetch:
-        parts.append("prefetch=off")
-    if config.num_readers != OffloadConfig().num_readers:
-        parts.append(f"readers={config.num_readers}")
-    return ",".join(parts)
+    values = {name: getattr(config, field) for name, field in _FIELDS.items()}
+    default = OffloadConfig()
+    return ",".join(
+        f"{name}={_written(name, value)}" for name, value in values.items() if value != getattr(default, _FIELDS[name])
+    )
+
+
+def _written(name: str, value: Any) -> str:
+    if _is_size(name) and value >= 10**6:
+        return f"{value // 10**6}MB"
+    return next((choice for choice, chosen in _CHOICES.get(name, {}).items() if chosen == value), str(value))
 
 
 def parse_width(option: str, text: str, allowed: Iterable[Width]) -> Width:
@@ -65,36 +110,3 @@ def _one_of(names: Iterable[str]) -> str:
     """Lists choices: ``2, 4 or nf4``."""
     *most, last = names
     return f"{', '.join(most)} or {last}"
-
-
-def _by_name(widths: Iterable[Width]) -> dict[str, Width]:
-    return {str(width): width for width in widths}
-
-
-def _size(name: str, value: str) -> int:
-    try:
-        return parse_bytes(value)
-    except ConfigError as exc:
-        raise ConfigError(f"invalid --offload {name}={value}: {exc}") from exc
-
-
-def _whole(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 4):
-        raise ConfigError(f"invalid --offload {name}={value}: expected a whole number of at most 4 digits")
-    return int(value)
-
-
-def _choice(choices: Mapping[str, T], name: str, value: str) -> T:
-    if value not in choices:
-        raise ConfigError(f"invalid --offload {name}={value}: expected {_one_of(choices)}")
-    return choices[value]
-
-
-_READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
-    "fast": ("fast_bytes", _size),
-    "ram": ("ram_bytes", _size),
-    "bits": ("expert_bits", partial(_choice, _by_name(EXPERT_BITS))),
-    "other-bits": ("other_bits", partial(_choice, _by_name(OTHER_BITS))),
-    "prefetch": ("prefetch", partial(_choice, _PREFETCH)),
-    "readers": ("num_readers", _whole),
-}

@@ -17,15 +17,6 @@ if TYPE_CHECKING:
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-OFFLOAD_WORDS = {
-    "fast_bytes": "--offload fast",
-    "ram_bytes": "--offload ram",
-    "expert_bits": "--offload bits",
-    "other_bits": "--offload other-bits",
-    "num_readers": "--offload readers",
-}
-"""Options by the config fields that the library's messages name; users have typed options."""
-
 
 @contextlib.contextmanager
 def one_sentence_errors(

@@ -19,6 +19,8 @@ from swarm_plugins.web.protocol.streams import event_stream
 from swarm_plugins.web.protocol.tools import DemandedReader, MessageReader, Part, ToolCall
 
 Reason = Literal["stop", "length", "tool_calls"]
+_LEAST_LOGPROB = -9999.0
+"""OpenAI's value for tokens that are next to impossible; JSON has no infinity, and no NaN."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scored: Sequence[Scored]) 
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = _token_text(tokenizer, token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
     content = [
         {**entry(one.token, one.logprob or 0.0), "top_logprobs": [entry(token, value) for token, value in one.top]}
@@ -178,13 +180,18 @@ def text_logprobs(tokenizer: PreTrainedTokenizerBase, scored: Sequence[Scored]) 
     tokens = [_token_text(tokenizer, one.token) for one in scored]
     return {
         "tokens": tokens,
-        "token_logprobs": [one.logprob for one in scored],
+        "token_logprobs": [None if one.logprob is None else _finite(one.logprob) for one in scored],
         "top_logprobs": [
-            None if one.logprob is None else {_token_text(tokenizer, token): value for token, value in one.top}
+            None if one.logprob is None else {_token_text(tokenizer, token): _finite(value) for token, value in one.top}
             for one in scored
         ],
         "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
     }
+
+
+def _finite(logprob: float) -> float:
+    # In this order, NaN is not the larger one.
+    return max(_LEAST_LOGPROB, logprob)
 
 
 @functools.lru_cache(maxsize=1 << 17)

@@ -80,5 +80,5 @@ async def event_stream(parts: AsyncIterator[dict[str, Any]], *, done: bool = Tru
 
 
 def _event(part: dict[str, Any]) -> str:
-    data = json.dumps(part, ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(part, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return f"event: {part['type']}\ndata: {data}\n\n" if "type" in part else f"data: {data}\n\n"

@@ -92,7 +92,17 @@ def test_help_is_the_docstring_in_the_words_of_who_types() -> None:
     assert "Default, without --most: any." in shown
     assert "Default: alone. Repeatable." in shown
     assert "static: no DHT. [default: dht]" in shown
+    assert "--offload fast=SIZE,... Budgets. fast=SIZE, ram=SIZE, bits=2|3|4|8|16|nf4," in shown
     assert "--every-s" not in shown
+
+
+def test_without_sources_options_have_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr("inspect.getsource", refuse)
+    assert run("a", "--most", "5") == ("", [Config(name="a", most=5)])
+    assert "Most of them" not in run("--help")[0]
 
 
 def test_every_setting_of_a_server_has_help() -> None:
@@ -104,6 +114,7 @@ def test_every_setting_of_a_server_has_help() -> None:
     }
     assert words_of(ServeConfig)["kv_bytes"] == "--kv-bytes"
     assert "blocks" not in words_of(ServeConfig)
+    assert words_of(ServeConfig, without=["kv_bytes"]).keys() == words_of(ServeConfig).keys() - {"kv_bytes"}
 
 
 def test_a_size_that_cannot_be_read_is_a_wrong_setting() -> None:

@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.support.output import OFFLOAD_WORDS, in_options
+from swarm_plugins.cli.support.options import OFFLOAD_WORDS
+from swarm_plugins.cli.support.output import in_options
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,11 @@ def test_without_words_a_message_stays() -> None:
     [
         pytest.param(["run", "m", "--offload", "bits=5"], "swarm run: invalid --offload bits=5: expected", id="run"),
         pytest.param(["serve", "m", "--offload", "readers=0"], "swarm serve: --offload readers is 0;", id="offload"),
+        pytest.param(
+            ["serve", "m", "--allowed-peers", ""],
+            "swarm serve: --allowed-peers is empty, so no peer could be used; leave it out to allow any",
+            id="nobody",
+        ),
         pytest.param(["serve", "m", "--kv-bytes", "0"], "swarm serve: --kv-bytes must be above 0, got 0", id="serve"),
         pytest.param(
             ["serve", "m", "--blocks", "1/2", "--num-blocks", "3"],

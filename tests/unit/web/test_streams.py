@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from transformers import ByT5Tokenizer
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.web.engine.request import Scored
+from swarm_plugins.web.protocol.answers import chat_logprobs, text_logprobs
 from swarm_plugins.web.protocol.streams import event_stream
 
 
@@ -35,6 +38,13 @@ def test_an_error_is_the_last_part_of_a_chat() -> None:
     assert data_of(first) == {"text": "a"}
     assert data_of(error)["error"]["message"] == "it cannot be done"
     assert done == "data: [DONE]\n\n"
+
+
+def test_probabilities_of_a_faulty_model_are_json() -> None:
+    tokenizer: Any = ByT5Tokenizer(extra_ids=0)
+    scored = [Scored(100, float("nan"), ((101, float("-inf")),))]
+    for found in (chat_logprobs(tokenizer, scored), text_logprobs(tokenizer, scored)):
+        assert json.dumps(found, allow_nan=False).count("-9999.0") == 2
 
 
 def test_an_error_is_an_event_of_a_response() -> None:
