@@ -32,6 +32,7 @@ _SEED = 1234
 _PACKAGES = ("swarm_plugins", "lm_eval", "transformers", "peft", "torch")
 _NEAR = 5
 _NO_FORKS = "DISABLE_MULTIPROC"
+_GROUPS = ("tag", "group", "task_list")
 
 
 def software() -> dict[str, str]:
@@ -138,7 +139,10 @@ class Tasks:
             return self._manager.load([task.name])
         # Paths of data files count from the task's folder.
         with contextlib.chdir(task.file.parent):
-            loaded = self._manager.load([str(task.file)])
+            # What was checked, not the file once more: it may have changed, and lm_eval reads it in its own way.
+            is_checked = not self.settings.allow_code
+            alone = {key: value for key, value in task.config.items() if key not in _GROUPS}
+            loaded = self._manager.load([alone if is_checked else str(task.file)])
         if read_task_file(task.file, allow_code=self.settings.allow_code).digest != task.digest:
             raise ConfigError(f"{task.file}, or a data file of it, has changed since it was read: evaluate again")
         return loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,8 @@ _MAX_FILE_BYTES = 1 << 20
 _MAX_INCLUDES = 8
 _MAX_NAME_CHARS = 200
 _MAX_DATA_FILES = 10_000
+_MAX_NODES = 100_000
+"""Lists, mappings and values of a file with its aliases expanded: ten lines of YAML can stand for 10^9 of them."""
 _FORMATS = frozenset({
     "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg",
     "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb",
@@ -64,8 +67,13 @@ class EvalTask(NamedTuple):
     """Examples before each question, unless the caller asks for another number."""
     file: Path | None = None
     """Its file. None: a task of lm_eval."""
-    metrics: tuple[str, ...] = ()
-    """Metrics that its file names."""
+    config: Mapping[str, Any] = {}
+    """What its file and the files it includes say, as it was checked."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics that its file names."""
+        return [str(one["metric"]) for one in _metrics(self.config) if "metric" in one]
 
 
 def is_task_file(name: str) -> bool:
@@ -85,7 +93,8 @@ def read_task_file(name: str | Path, *, allow_code: bool = False) -> EvalTask:
     Raises:
         ConfigError: If it is not a task file, its data are missing or not named, or it would run code.
     """
-    file = Path(name).expanduser().absolute()
+    # What a link leads to is read and checked, and paths count from there, as lm_eval has it.
+    file = Path(name).expanduser().resolve()
     reader = _Reader(allow_code)
     config = reader.read(file)
     task = config.get("task")
@@ -100,8 +109,7 @@ def read_task_file(name: str | Path, *, allow_code: bool = False) -> EvalTask:
     num_fewshot = config.get("num_fewshot") or 0
     if not isinstance(num_fewshot, int) or num_fewshot < 0:
         raise ConfigError(f"{file} has num_fewshot: {num_fewshot!r}; it must be a number of at least 0")
-    metrics = [str(one["metric"]) for one in _metrics(config) if "metric" in one]
-    return EvalTask(task, reader.digest(), num_fewshot, file, tuple(metrics))
+    return EvalTask(task, reader.digest(), num_fewshot, file, config)
 
 
 def digest_of_files(files: Iterable[Path]) -> str:
@@ -127,6 +135,8 @@ class _Reader:
             if not content:
                 raise ConfigError(f"{file} is not a task file: it is empty, or has more than {_MAX_FILE_BYTES} bytes")
             found = yaml.load(content, Loader=self._loader(file))
+            if (size := _size(found)) > _MAX_NODES:
+                raise ConfigError(f"{file} stands for {size:g} values, {_MAX_NODES} are allowed: use fewer aliases")
         except OSError as exc:
             raise ConfigError(f"the task file {file} cannot be read ({exc.strerror}); give an existing one") from exc
         except (yaml.YAMLError, ValueError, RecursionError) as exc:
@@ -139,7 +149,7 @@ class _Reader:
         includes = found.pop("include", [])
         merged: dict[str, Any] = {}
         for one in includes if isinstance(includes, list) else [includes]:
-            merged |= self.read((file.parent / str(one)).resolve(), depth + 1)
+            merged |= self.read(_without_links(file, str(one)), depth + 1)
         return merged | found
 
     def add(self, file: Path) -> None:
@@ -177,6 +187,29 @@ class _Reader:
 
         Loader.add_constructor("!function", function)
         return Loader
+
+
+def _without_links(file: Path, include: str) -> Path:
+    """Returns the file that another one includes; a link would show one file to the reader and another one to users."""
+    named = Path(os.path.normpath(file.parent / include))
+    if (target := named.resolve()) != named:
+        raise ConfigError(f"{file} includes {include}, a link to {target}: name that file")
+    return target
+
+
+def _size(value: object) -> float:
+    """Returns of how many nodes a value consists; aliases put one list or mapping in many places, or in itself."""
+    sizes: dict[int, float] = {}
+
+    def of(one: object) -> float:
+        if not isinstance(one, dict | list):
+            return 1
+        if id(one) not in sizes:
+            sizes[id(one)] = math.inf  # until it is known: of one that contains itself, there is no end
+            sizes[id(one)] = 1 + sum(map(of, one.values() if isinstance(one, dict) else one))
+        return sizes[id(one)]
+
+    return of(value)
 
 
 def _check_no_code(file: Path, config: Mapping[str, Any]) -> None:

@@ -66,6 +66,49 @@ def test_what_is_no_task_file_is_one_sentence(tmp_path: Path, content: str, sent
         read_task_file(file)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]), id="many"),
+        pytest.param("deep: &a [*a]", id="endless"),
+    ],
+)
+def test_what_stands_for_more_than_it_says_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(f"{GOOD}a0: &a0 x\n{content}\ndataset_kwargs: {{data_files: x}}")
+    with pytest.raises(ConfigError, match=r"stands for (inf|3\.\d+e\+10) values, 100000 are allowed"):
+        read_task_file(file)
+
+
+def test_lm_eval_gets_what_was_checked_also_behind_links(tmp_path: Path) -> None:
+    ran, code = tmp_path / "ran", "open('{}', 'w').close()\n\n\ndef text(doc):\n    return 'is it?'\n"
+    shown, real = tmp_path / "shown", tmp_path / "real"
+    for folder in (shown, real):
+        folder.mkdir()
+        write_task(folder)
+        (folder / "code.py").write_text(code.format(ran))
+    # A link beside which `more.yaml` is harmless; beside what it leads to, it runs code.
+    (real / "more.yaml").write_text("doc_to_text: !function code.text\n")
+    (shown / "more.yaml").write_text("doc_to_text: is it?\n")
+    task = real / "task.yaml"
+    task.write_text((real / "honest.yaml").read_text().replace("task: honest", "task: linked\ninclude: more.yaml", 1))
+    (shown / "task.yaml").symlink_to(task)
+    with pytest.raises(ConfigError, match=r"real/more.yaml would run Python code"):
+        Tasks([str(shown / "task.yaml")], EvalSettings())
+    (real / "more.yaml").unlink()
+    (real / "more.yaml").symlink_to(shown / "more.yaml")
+    with pytest.raises(ConfigError, match=r"includes more.yaml, a link to .*shown/more.yaml: name that file"):
+        Tasks([str(shown / "task.yaml")], EvalSettings())
+    # Changed between check and use.
+    (real / "more.yaml").unlink()
+    (real / "more.yaml").write_text("doc_to_text: is it?\n")
+    tasks = Tasks([str(shown / "task.yaml")], EvalSettings())
+    (real / "more.yaml").write_text("doc_to_text: !function code.text\n")
+    with pytest.raises(ConfigError, match="would run Python code"):
+        tasks.score(tasks.tasks[0], None, None)
+    assert not ran.exists()
+
+
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.yaml cannot be read \(No such file or directory\)"):
         read_task_file(tmp_path / "none.yaml")
