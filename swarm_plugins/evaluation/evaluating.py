@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from swarm_plugins.errors import CheckpointError, ConfigError, NumericError, SwarmError, UnsupportedError
 from swarm_plugins.evaluation.plot import check_plot, draw_results
 from swarm_plugins.evaluation.scoring import Tasks, software
 from swarm_plugins.evaluation.tasks import EvalSettings, EvalTask
 from swarm_plugins.evaluation.versions import TaggedVersion, base_to_use, bases_of, find_versions
 from swarm_plugins.hub.push import RetryPlan
-from swarm_plugins.hub.results import EvalRecord, Score, TaskSetting, add_results
+from swarm_plugins.hub.results import EvalRecord, Score, add_results
 from swarm_plugins.hub.results_push import ResultsRepository
 from swarm_plugins.kept_files import write_whole
 from swarm_plugins.versions import ModelVersion
@@ -135,7 +137,7 @@ class _Run:
             for task in missing:
                 self._tell(f"{version.label}: evaluating {task.name}")
                 scores = self._tasks.score(task, model, tokenizer)
-                new = [_record(version, base, self._tasks.setting(task), score) for score in scores]
+                new = [_record(version, base, score) for score in scores]
                 self.records = add_results(self._job.folder, new)
         except SwarmError as exc:
             self.failures.append(exc)
@@ -148,10 +150,9 @@ class _Run:
         return [one for one in self._tasks.tasks if (version.commit, base.revision, setting(one)) not in done]
 
 
-def _record(version: TaggedVersion, base: ModelVersion, setting: TaskSetting, score: Score) -> EvalRecord:
-    return EvalRecord.of(
-        setting,
-        score,
+def _record(version: TaggedVersion, base: ModelVersion, score: Score) -> EvalRecord:
+    return EvalRecord(
+        **msgspec.structs.asdict(score),
         tag=version.tag,
         commit=version.commit,
         base=base.name,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval.utils
+import msgspec
 import torch
 from jinja2 import BaseLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
@@ -165,7 +166,7 @@ class Tasks:
             apply_chat_template=settings.chat_template,
             confirm_run_unsafe_code=settings.allow_code,
         )
-        return _read_report(task.name, report)
+        return _read_report(self.setting(task), report)
 
 
 def _as_lm(model: Any, tokenizer: Any, batch_size: int) -> HFLM:
@@ -177,7 +178,8 @@ def _as_lm(model: Any, tokenizer: Any, batch_size: int) -> HFLM:
     return lm
 
 
-def _read_report(name: str, report: Any) -> list[Score]:
+def _read_report(setting: TaskSetting, report: Any) -> list[Score]:
+    name = setting.task
     measured = report["results"].get(name, {})
     better = report["higher_is_better"].get(name, {})
     counts = report["n-samples"].get(name, {})
@@ -192,7 +194,15 @@ def _read_report(name: str, report: Any) -> list[Score]:
         error = measured.get(f"{metric}_stderr,{filtered}")
         is_known = isinstance(error, int | float) and math.isfinite(error)
         scores.append(
-            Score(metric, filtered, float(value), float(error) if is_known else None, num_samples, better.get(metric))
+            Score(
+                **msgspec.structs.asdict(setting),
+                metric=metric,
+                filter=filtered,
+                value=float(value),
+                stderr=float(error) if is_known else None,
+                num_samples=num_samples,
+                higher_is_better=better.get(metric),
+            )
         )
     if not scores:
         raise ConfigError(f"the task {name} has no metric of its own: give the tasks of the group, one --task for each")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -48,42 +48,9 @@ class TaskSetting(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.task} ({', '.join(more)})" if more else self.task
 
 
-class Score(NamedTuple):
+class Score(TaskSetting, frozen=True, kw_only=True):
     """A metric's value on a task."""
 
-    metric: str
-    """lm_eval's name, such as ``acc``."""
-    filter: str
-    """lm_eval's filter of the answers; ``none`` for all."""
-    value: float
-    stderr: float | None
-    """Standard error. None: not known."""
-    num_samples: int
-    higher_is_better: bool | None
-    """None: not known."""
-
-
-class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One line: what a version scored."""
-
-    tag: Word
-    """The version's tag; ``(base)`` for the base without an adapter."""
-    commit: Revision
-    """Its commit; the base's revision for the base."""
-    base: Word
-    """Id of the base on the Hub, or the name of its directory."""
-    base_revision: Revision
-    """Its commit, or ``local-`` and the fingerprint of its content."""
-    task: Word
-    """Name of the task."""
-    task_digest: Hex
-    """SHA-256 of the task's file, the files it includes and its local data."""
-    num_fewshot: int = 0
-    """Examples before each question."""
-    limit: int | None = None
-    """Largest number of samples. None: all."""
-    chat_template: bool = False
-    """Whether questions were turns of a chat."""
     metric: Word
     """lm_eval's name, such as ``acc``."""
     filter: Word = "none"
@@ -96,13 +63,21 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Samples evaluated."""
     higher_is_better: bool | None = None
     """None: not known."""
+
+
+class EvalRecord(Score, frozen=True, kw_only=True):
+    """One line: what a version scored."""
+
+    tag: Word
+    """The version's tag; ``(base)`` for the base without an adapter."""
+    commit: Revision
+    """Its commit; the base's revision for the base."""
+    base: Word
+    """Id of the base on the Hub, or the name of its directory."""
+    base_revision: Revision
+    """Its commit, or ``local-`` and the fingerprint of its content."""
     software: dict[Word, Word] = {}
     """Versions of the packages that computed it."""
-
-    @classmethod
-    def of(cls, setting: TaskSetting, score: Score, **version: Any) -> Self:
-        """Returns the record of a score; ``version`` are the other fields."""
-        return cls(**msgspec.structs.asdict(setting), **score._asdict(), **version)
 
     @property
     def setting(self) -> TaskSetting:

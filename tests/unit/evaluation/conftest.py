@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from evaluation_kit import BASE, REPO, Evaluation, write_task
@@ -58,7 +59,9 @@ def evaluation(
     hub: LocalHub, publish: Callable[..., None], task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Evaluation:
     def score(self: Tasks, task: EvalTask, model: Any, tokenizer: Any) -> list[Score]:
-        return [Score("acc", "none", 0.25 * len(task.name), 0.1, self.settings.limit or 8, True)]
+        measured = {"metric": "acc", "value": 0.25 * len(task.name), "stderr": 0.1, "higher_is_better": True}
+        setting = msgspec.structs.asdict(self.setting(task))
+        return [Score(**setting, **measured, num_samples=self.settings.limit or 8)]
 
     monkeypatch.setattr(Tasks, "score", score)
     for tag in ("v1", "v2", "v3"):

@@ -189,7 +189,7 @@ def test_a_repository_without_versions_or_without_that_one(evaluation: Evaluatio
 def test_strange_results_on_the_hub_are_refused_before_the_work(evaluation: Evaluation, hub: LocalHub) -> None:
     evaluation.run()
     hub.add(REPO, {RESULTS_FILE: b'{"tag": "v1"}\n'})
-    with pytest.raises(CheckpointError, match=r"^line 1 of results.jsonl of me/adapter is not a result .*commit"):
+    with pytest.raises(CheckpointError, match=r"^line 1 of results.jsonl of me/adapter is not a result .*task"):
         evaluation.run()
 
 
