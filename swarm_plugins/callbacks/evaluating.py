@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
 import shlex
 import shutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from swarm_plugins.callbacks.saving import AdapterSource
 from swarm_plugins.child import Process
 from swarm_plugins.errors import ConfigError, naming_extras, one_line
 from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
+from swarm_plugins.hub.worker import BackgroundQueue
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ def eval_options(source: AdapterSource) -> list[str]:
     return options
 
 
-class EvalWorker:
+class EvalWorker(BackgroundQueue[str]):
     """Runs ``swarm eval`` for published versions, one version and one process at a time.
 
     The processes end with this one, even if it is killed.
@@ -105,6 +104,8 @@ class EvalWorker:
         token: str | bool | None = None,
         timeout_s: float = 3600.0,
     ) -> None:
+        # The process gets some time to end, and is killed.
+        super().__init__("swarm-eval", leave_s=2 * _LEAVE_S)
         self.evaluated: list[str] = []
         """Tags of evaluated versions."""
         self.failed: list[str] = []
@@ -113,60 +114,31 @@ class EvalWorker:
         self._folder = folder
         self._token = token
         self._timeout_s = timeout_s
-        self._waiting: deque[str] = deque()
-        self._current: str | None = None
-        self._changed = threading.Condition()
-        self._is_closing = False
-        self._deadline = math.inf
-        self._thread: threading.Thread | None = None
 
     def submit(self, tag: str) -> None:
-        """Queues a version and starts the thread if it is not running."""
-        with self._changed:
-            self._waiting.append(tag)
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="swarm-eval", daemon=True)
-                self._thread.start()
+        """Queues a version."""
+        self._add(tag)
 
     def close(self, timeout_s: float) -> list[str]:
         """Waits up to ``timeout_s`` for the queue, ends the process, and returns the versions without results."""
-        with self._changed:
-            self._is_closing = True
-            self._deadline = time.monotonic() + timeout_s
-            self._changed.notify_all()
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(timeout_s + 2 * _LEAVE_S)
-        late = [*([] if self._current is None else [self._current]), *self._waiting]
+        # One of them may have ended since.
+        late = [tag for tag in self._end(timeout_s) if tag not in (*self.evaluated, *self.failed)]
         if late:
             log.warning("no time for the evaluation of %s; evaluate with: %s", ", ".join(late), self._for_user(late))
         return [*self.failed, *late]
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._is_closing:
-                    self._changed.wait()
-                if not self._waiting or time.monotonic() >= self._deadline:
-                    return
-                self._current = self._waiting.popleft()
-            if not self._evaluate(self._current):
-                return  # time is up
-            self._current = None
-
-    def _evaluate(self, tag: str) -> bool:
-        """Evaluates a version, or notes that it failed; returns whether there was time for it."""
+    def _work(self, tag: str, stop: threading.Event) -> None:
+        """Evaluates a version, or notes that it failed."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             process = self._start(tag)
-            code = self._waited(process)
+            code = self._waited(process, stop)
             said = one_line(ValueError(process.end_of_log[-1])) if process.end_of_log else "it said nothing"
             reason = said if code is not None else f"not finished within {self._timeout_s:g} s"
         except OSError as exc:
             code, reason = -1, one_line(exc)
-        if code is None and time.monotonic() >= self._deadline:
-            return False
+        if code is None and stop.is_set():
+            return
         if code == 0:
             log.info("%s evaluated; results are in %s", tag, self._folder)
             self.evaluated.append(tag)
@@ -174,7 +146,6 @@ class EvalWorker:
             again = self._for_user([tag])
             log.warning("evaluation of %s failed (%s); training goes on; evaluate with: %s", tag, reason, again)
             self.failed.append(tag)
-        return True
 
     def _start(self, tag: str) -> Process:
         environment: Mapping[str, str] = {"OMP_NUM_THREADS": "1", **os.environ, "TQDM_DISABLE": "1"}
@@ -187,12 +158,11 @@ class EvalWorker:
         command = [*nice, sys.executable, "-m", "swarm_plugins", *self._command, "--version", tag]
         return Process([*command, "--parent", str(os.getpid())], environment, log_file, is_asked=False)
 
-    def _waited(self, process: Process) -> int | None:
+    def _waited(self, process: Process, stop: threading.Event) -> int | None:
         """Returns the exit code; None if the process was ended because time was up."""
-        own_deadline = time.monotonic() + self._timeout_s
-        with self._changed:
-            while process.is_alive and time.monotonic() < min(own_deadline, self._deadline):
-                self._changed.wait(_POLL_S)
+        deadline = time.monotonic() + self._timeout_s
+        while process.is_alive and time.monotonic() < deadline and not stop.wait(_POLL_S):
+            pass
         if not process.is_alive:
             return process.status
         process.terminate(timeout_s=_LEAVE_S)

@@ -1,4 +1,4 @@
-"""Publishes versions in a background thread, one at a time; no failure stops the training."""
+"""Work beside a training, in background threads, one item at a time; no failure of a push stops the training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from swarm_plugins.errors import ConfigError, SwarmError, one_line
 from swarm_plugins.hub.folder import PushTarget, push_command
@@ -15,8 +16,75 @@ from swarm_plugins.hub.push import PushedVersion, RetryPlan, push_folder
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-class PushWorker:
+
+class BackgroundQueue(Generic[T]):
+    """Works off items one after the other in a thread of its own; subclasses say how.
+
+    Args:
+        name: The thread's.
+        leave_s: Longest wait for an item that is under way when the queue has been told to stop.
+    """
+
+    def __init__(self, name: str, leave_s: float = 0.0) -> None:
+        self._name = name
+        self._leave_s = leave_s
+        self._waiting: deque[T] = deque()
+        self._current: T | None = None
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _work(self, item: T, stop: threading.Event) -> None:
+        """Works off an item, and ends soon once ``stop`` is set."""
+        raise NotImplementedError
+
+    def _add(self, item: T) -> None:
+        """Queues an item and starts the thread if it is not running."""
+        with self._changed:
+            self._waiting.append(item)
+            self._changed.notify_all()
+            if self._thread is None or not self._thread.is_alive():
+                self._stop = threading.Event()
+                # A daemon, so that a silent Hub cannot keep the process alive.
+                self._thread = threading.Thread(target=self._run, args=(self._stop,), name=self._name, daemon=True)
+                self._thread.start()
+
+    def _end(self, timeout_s: float) -> list[T]:
+        """Waits up to ``timeout_s`` for the queue, and returns what was not worked off. A later `_add` starts again."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (late := self._unfinished()) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._waiting.clear()
+            self._stop.set()
+            self._changed.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(self._leave_s if late else 1.0)
+        return late
+
+    def _unfinished(self) -> list[T]:
+        return [*([] if self._current is None else [self._current]), *self._waiting]
+
+    def _run(self, stop: threading.Event) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not stop.is_set():
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                item = self._current = self._waiting.popleft()
+            try:
+                self._work(item, stop)
+            finally:
+                with self._changed:
+                    self._current = None
+                    self._changed.notify_all()
+
+
+class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
     """Publishes folders one after the other in a thread of its own.
 
     Args:
@@ -36,79 +104,38 @@ class PushWorker:
     ) -> None:
         if max_waiting < 1:
             raise ConfigError(f"max_waiting must be at least 1, got {max_waiting}")
+        super().__init__("swarm-hub")
         self.pushed: list[PushedVersion] = []
         self.failed: list[Path] = []
         self._token = token
         self._retries = retries or RetryPlan()
         self._max_waiting = max_waiting
         self._on_pushed = on_pushed
-        self._waiting: deque[tuple[Path, PushTarget]] = deque()
-        self._current: Path | None = None
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def submit(self, folder: Path, target: PushTarget) -> None:
-        """Queues a folder and starts the thread if it is not running."""
+        """Queues a folder."""
         with self._changed:
             if len(self._waiting) == self._max_waiting:
                 oldest, _ = self._waiting.popleft()
                 self.failed.append(oldest)
                 how = push_command(oldest)
                 log.warning("upload queue is full: %s stays on disk; publish it with: %s", oldest, how)
-            self._waiting.append((folder, target))
-            self._changed.notify_all()
-            if self._thread is None or not self._thread.is_alive():
-                self._stop = threading.Event()
-                # A daemon, so that a silent Hub cannot keep the process alive.
-                self._thread = threading.Thread(target=self._run, name="swarm-hub", daemon=True)
-                self._thread.start()
+            self._add((folder, target))
 
     def close(self, timeout_s: float) -> list[Path]:
         """Waits up to ``timeout_s`` for the queue and returns the folders that were not published.
 
         A later `submit` starts again.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while self._is_busy() and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-            late = [folder for folder, _ in self._waiting]
-            if self._current is not None:
-                late.insert(0, self._current)
-            self._waiting.clear()
-            self._stop.set()
-            self._changed.notify_all()
-            thread, self._thread = self._thread, None
+        late = [folder for folder, _ in self._end(timeout_s)]
         for folder in late:
             log.warning(
                 "%s was not published within %.0f s; publish it with: %s", folder, timeout_s, push_command(folder)
             )
-        if thread is not None and not late:
-            thread.join(1.0)
         return [*self.failed, *late]
 
-    def _is_busy(self) -> bool:
-        return bool(self._waiting) or self._current is not None
-
-    def _run(self) -> None:
-        stop = self._stop
-        while True:
-            with self._changed:
-                while not self._waiting and not stop.is_set():
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                folder, target = self._waiting.popleft()
-                self._current = folder
-            try:
-                self._push(folder, target, stop)
-            finally:
-                with self._changed:
-                    self._current = None
-                    self._changed.notify_all()
-
-    def _push(self, folder: Path, target: PushTarget, stop: threading.Event) -> None:
+    def _work(self, item: tuple[Path, PushTarget], stop: threading.Event) -> None:
+        folder, target = item
         try:
             pushed = push_folder(folder, target, token=self._token, retries=self._retries, stop=stop)
         except SwarmError as exc:
