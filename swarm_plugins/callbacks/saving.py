@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from swarm_plugins.backbone.served import served_blocks
 from swarm_plugins.backbone.version import base_blocks, base_version
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.hub import AdapterFacts, Manifest, PushTarget, ServedSpan, card_text
-from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, move_to_free_name
+from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, write_folder
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -108,19 +106,16 @@ def write_version(
     Raises:
         OSError: If it cannot be written; nothing is left behind.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=root, prefix=".part-"))
-    try:
-        _save_peft(source, part, facts.base_model)
-        manifest.write(part)
-        (part / CARD_FILE).write_text(card_text(facts, manifest), encoding="utf-8")
-        target.write(part)
-        with (part / WEIGHTS_FILE).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return move_to_free_name(part, root / name), digest
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+
+    def write(folder: Path) -> None:
+        _save_peft(source, folder, facts.base_model)
+        manifest.write(folder)
+        (folder / CARD_FILE).write_text(card_text(facts, manifest), encoding="utf-8")
+        target.write(folder)
+
+    place = write_folder(root / name, write)
+    with (place / WEIGHTS_FILE).open("rb") as stream:
+        return place, hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _save_peft(source: AdapterSource, folder: Path, base_model: str | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -105,21 +107,30 @@ def _files_of_model(folder: Path) -> list[Path]:
     return [folder / name for name in (*_MODEL_FILES, *sorted(weights)) if (folder / name).is_file()]
 
 
-def move_to_free_name(whole: Path, folder: Path) -> Path:
-    """Moves a complete folder to a name, or to that name with a number if it is taken; returns the place.
+def write_folder(folder: Path, write: Callable[[Path], object]) -> Path:
+    """Writes a folder that gets its name once it is complete; returns its place, numbered if the name is taken.
+
+    Args:
+        folder: Where to write.
+        write: Fills a new folder.
 
     Raises:
         CheckpointError: If all numbers are taken.
-        OSError: If it cannot be moved.
+        OSError: If it cannot be written; nothing is left behind.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in range(2, _MAX_SAME_NAME))
-    for place in (folder, *numbered):
-        try:
-            # Two runs may want the name at once: rename fails on a folder that is not empty.
-            return whole.rename(place)
-        except OSError:
-            if not place.exists():
-                raise
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as part:
+        whole = Path(part) / folder.name
+        whole.mkdir()
+        write(whole)
+        for place in (folder, *numbered):
+            try:
+                # Two runs may want the name at once: rename fails on a folder that is not empty.
+                return whole.rename(place)
+            except OSError:
+                if not place.exists():
+                    raise
     raise CheckpointError(f"{folder.parent} has {_MAX_SAME_NAME} folders named {folder.name}; remove some")
 
 

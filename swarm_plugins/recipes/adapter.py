@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.refusals import WHAT_WORKS
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
-from swarm_plugins.hub.folder import move_to_free_name
+from swarm_plugins.hub.folder import write_folder
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +81,10 @@ def save_whole(folder: Path, what: str, write: Callable[[Path], object]) -> Path
         OSError: If it cannot be written; nothing is left behind.
         CheckpointError: If the weights cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as part:
-        whole = Path(part) / folder.name
-        try:
-            write(whole)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{what} cannot be written to {folder} ({one_line(error)}): free some space"
-            ) from error
-        place = move_to_free_name(whole, folder)
+    try:
+        place = write_folder(folder, write)
+    except SafetensorError as error:
+        raise CheckpointError(f"{what} cannot be written to {folder} ({one_line(error)}): free some space") from error
     if place != folder:
         log.warning("%s exists from an earlier run: %s is in %s", folder, what, place)
     return place
