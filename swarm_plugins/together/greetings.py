@@ -25,8 +25,8 @@ _LOOK_UP_S = 15.0
 _ANNOUNCED_S = 120.0
 
 
-class RunDirectory(Protocol):
-    """Lists the peers of a run."""
+class RunNetwork(Opener, Protocol):
+    """Reaches the peers of a run, and lists them."""
 
     async def announce_run(self, run: bytes, ttl_s: float) -> None:
         """Announces that this peer takes part."""
@@ -43,8 +43,7 @@ class Greetings:
     Args:
         run: The run's hash.
         me: Id of this peer.
-        network: Reaches the others.
-        directory: Lists them.
+        network: Reaches the others, and lists them.
         status_for: Returns what to tell a peer.
         heard: Takes what a peer has answered; raises ProtocolError if that cannot be.
         again_s: Pause before a peer that could not be reached is called again.
@@ -54,8 +53,7 @@ class Greetings:
         self,
         run: bytes,
         me: str,
-        network: Opener,
-        directory: RunDirectory,
+        network: RunNetwork,
         *,
         status_for: Callable[[str], RunStatus],
         heard: Callable[[str, RunStatus], None],
@@ -64,7 +62,6 @@ class Greetings:
         self._run = run
         self._me = me
         self._network = network
-        self._directory = directory
         self._status_for = status_for
         self._heard = heard
         self._again_s = again_s
@@ -98,8 +95,8 @@ class Greetings:
             TransportError: If the directory cannot be asked.
         """
         self._look_up_at = time.monotonic() + _LOOK_UP_S
-        await self._directory.announce_run(self._run, _ANNOUNCED_S)
-        self.learn(await self._directory.run_peers(self._run))
+        await self._network.announce_run(self._run, _ANNOUNCED_S)
+        self.learn(await self._network.run_peers(self._run))
 
     async def greet(self, *, patience_s: float = _SLOW_S) -> None:
         """Exchanges statuses with all peers, and looks for new ones from time to time.

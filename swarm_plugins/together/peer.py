@@ -19,17 +19,18 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError, TransportError
 from swarm_plugins.together.blobs import Blobs
 from swarm_plugins.together.config import RunConfig
-from swarm_plugins.together.greetings import Greetings, RunDirectory
-from swarm_plugins.together.outer import SharedState, read_state, state_bytes, update_bytes
+from swarm_plugins.together.greetings import Greetings, RunNetwork
+from swarm_plugins.together.outer import Shape, SharedState, read_state, state_bytes, update_bytes
 from swarm_plugins.together.refusals import NotAdmittedError, difference, refused
 from swarm_plugins.together.roster import Place, Roster
-from swarm_plugins.together.rounds import Round, Tensors
+from swarm_plugins.together.rounds import Round
 from swarm_plugins.together.signing import Seal
-from swarm_plugins.transport.channel import Channel, Opener
+from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Failure, Message
 from swarm_plugins.transport.run_messages import BlobRequest, RoundRecord, RunSpec, RunStatus
 
@@ -52,10 +53,9 @@ class RunPeer:
     Args:
         run_id: Name of the run, for messages.
         seal: Signs as this peer.
-        network: Reaches the others.
-        directory: Lists them.
+        network: Reaches the others, and lists them.
         spec: What they must have in common with this one.
-        tensors: What is trained.
+        shapes: Of the trained tensors.
         config: Settings.
     """
 
@@ -63,18 +63,17 @@ class RunPeer:
         self,
         run_id: str,
         seal: Seal,
-        network: Opener,
-        directory: RunDirectory,
+        network: RunNetwork,
         *,
         spec: RunSpec,
-        tensors: Tensors,
+        shapes: Sequence[Shape],
         config: RunConfig,
     ) -> None:
         self.run_id = run_id
         self.me = seal.peer_id
         self._seal = seal
         self._spec = spec
-        self._tensors = tensors
+        self._shapes = shapes
         self._config = config
         self.progress: tuple[int, int, int] = (0, 0, 0)
         """Round, local steps in it, and samples; written by the trainer."""
@@ -84,7 +83,6 @@ class RunPeer:
             seal.run,
             self.me,
             network,
-            directory,
             status_for=self._status_for,
             heard=self._heard,
             again_s=min(5.0, config.dead_s / 3),
@@ -363,11 +361,11 @@ class RunPeer:
         if best is None or best == self._place():
             return True
         holders = [peer for peer, status in self.living.items() if status.state == best.digest]
-        if not self._blobs.want(best.digest, state_bytes(self._tensors.shapes), holders):
+        if not self._blobs.want(best.digest, state_bytes(self._shapes), holders):
             if self._blobs.tries(best.digest) >= _MOST_TRIES:
                 self._past.add(best.digest)  # no peer serves it: try another state
             return False
-        state = read_state(self._blobs.get(best.digest) or b"", self._tensors.shapes)
+        state = read_state(self._blobs.get(best.digest) or b"", self._shapes)
         if state.round != best.round:
             raise ProtocolError(f"a shared state of round {state.round}, announced as one of round {best.round}")
         log.info("run %s: took over the state of round %d from %d peer(s)", self.run_id, state.round, len(holders))
@@ -382,7 +380,7 @@ class RunPeer:
     def _enter(self, state: SharedState, *, absent: frozenset[str] = frozenset()) -> None:
         """Begins a round."""
         before = self._round
-        self._round = Round(state, self.me, self._tensors, self._config, absent)
+        self._round = Round(state, self.me, self._shapes, self._config, absent)
         self._offered = None
         # Slower peers still fetch the updates of the round before.
         kept = [] if before is None else [one.blob for one in before.contributions.values()]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.together.config import RunConfig
@@ -20,33 +19,30 @@ _PATIENCE_PART = 0.5
 """Of ``straggler_s``, after which it gives way with however many steps it has."""
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """The trained tensors of a run."""
-
-    names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-
-
 class Round:
     """What a peer knows of the round that it is in.
 
     Args:
         state: The shared state with which the round begins.
         me: Id of this peer.
-        tensors: What is trained.
+        shapes: Of the trained tensors.
         config: Settings.
         absent: Peers that were left out of the round before; they are not waited for until they contribute.
     """
 
     def __init__(
-        self, state: SharedState, me: str, tensors: Tensors, config: RunConfig, absent: frozenset[str] = frozenset()
+        self,
+        state: SharedState,
+        me: str,
+        shapes: Sequence[Shape],
+        config: RunConfig,
+        absent: frozenset[str] = frozenset(),
     ) -> None:
         self.state = state
         self._me = me
         self._absent = absent
         self._config = config
-        self.shapes = tensors.shapes
+        self.shapes = shapes
         self.contributions: dict[str, Contribution] = {}
         """By peer, this one included."""
         self.record: RoundRecord | None = None

@@ -134,9 +134,8 @@ class SharedRun:
             self.run_id,
             seal,
             self._node,
-            self._node,
             spec=self._spec,
-            tensors=self._tensors.tensors,
+            shapes=self._tensors.shapes,
             config=config,
         )
         peer.begin(own)
@@ -248,7 +247,7 @@ class SharedRun:
                 "without ckpt_path"
             )
         try:
-            state = read_state(kept["state"].numpy().tobytes(), self._tensors.tensors.shapes)
+            state = read_state(kept["state"].numpy().tobytes(), self._tensors.shapes)
             self._tensors.restore_owed(kept["owed"])
             self._steps, self._samples = int(kept["steps"]), int(kept["samples"])
         except (ProtocolError, KeyError, TypeError, ValueError, AttributeError) as error:

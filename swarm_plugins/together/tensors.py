@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.together.outer import Array, SharedState, first_state
-from swarm_plugins.together.rounds import Tensors
+from swarm_plugins.together.outer import Array, Shape, SharedState, first_state
 
 
 class TrainedTensors:
@@ -34,7 +33,7 @@ class TrainedTensors:
         while all(len(path) > common + 1 and path[common] == paths[0][common] for path in paths):
             common += 1
         self._parameters = {".".join(path[common:]): one for path, one in zip(paths, parameters.values(), strict=True)}
-        self.tensors = Tensors(tuple(self._parameters), tuple(tuple(one.shape) for one in self._parameters.values()))
+        self.shapes: tuple[Shape, ...] = tuple(tuple(one.shape) for one in self._parameters.values())
         self._start: list[Array] = []
         """Values with which this round began here."""
         self._owed: dict[int, Array] = {}
@@ -42,7 +41,8 @@ class TrainedTensors:
 
     def digest(self, settings: str) -> bytes:
         """Returns the hash of names, shapes and the adapter's settings."""
-        return hashlib.blake2b(f"{self.tensors}{settings}".encode(), digest_size=20).digest()
+        text = f"Tensors(names={tuple(self._parameters)!r}, shapes={self.shapes!r}){settings}"
+        return hashlib.blake2b(text.encode(), digest_size=20).digest()
 
     def first_state(self) -> SharedState:
         """Returns the state of a run that begins with the values of now."""
@@ -87,7 +87,7 @@ class TrainedTensors:
         """
         for name, change in kept.items():
             index = int(name)
-            if not 0 <= index < len(self.tensors.shapes) or tuple(change.shape) != self.tensors.shapes[index]:
+            if not 0 <= index < len(self.shapes) or tuple(change.shape) != self.shapes[index]:
                 raise CheckpointError(f"the checkpoint has changes of tensor {name}, which this adapter does not have")
             self._owed[index] = change.float().numpy()
 

@@ -13,12 +13,12 @@ from recipes.benchmarks.links.transport import LineTransport
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.outer import first_state, write_update
 from swarm_plugins.together.peer import RunPeer
-from swarm_plugins.together.rounds import Tensors
 from swarm_plugins.together.signing import Seal, run_hash
+from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.identity import Identity, peer_id_of
 from swarm_plugins.transport.run_messages import RunSpec
 
-TENSORS = Tensors(("q.lora_A.w", "q.lora_B.w", "head"), ((2, 3), (3, 2), (4,)))
+SHAPES = ((2, 3), (3, 2), (4,))
 SPEC = RunSpec(base="1", model="me/base", adapter="LORA r=2", tensors=b"t", rules="mean")
 QUICK = RunConfig(steps_per_round=4, straggler_s=20.0, poll_s=1.0, dead_s=5.0, transfer_s=30.0)
 
@@ -41,14 +41,17 @@ class World:
     def __post_init__(self) -> None:
         self.transport = LineTransport(self.handlers)  # type: ignore[arg-type]
 
-    def directory(self, peer: str) -> Directory:
-        return Directory(self, peer)
+    def network(self, peer: str) -> Network:
+        return Network(self, peer)
 
 
 @dataclass
-class Directory:
+class Network:
     world: World
     peer: str
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        return await self.world.transport.seen_from(self.peer).open(peer, rpc, timeout_s=timeout_s)
 
     async def announce_run(self, run: bytes, ttl_s: float) -> None:
         self.world.announced.setdefault(run, set()).add(self.peer)
@@ -81,10 +84,9 @@ class Trainee:
         self.peer = RunPeer(
             run_id,
             seal,
-            world.transport.seen_from(self.peer_id),
-            world.directory(self.peer_id),
+            world.network(self.peer_id),
             spec=spec,
-            tensors=TENSORS,
+            shapes=SHAPES,
             config=config,
         )
         self.digests: dict[int, str] = {}
@@ -95,7 +97,7 @@ class Trainee:
         self._training: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        weights = [self._random.normal(size=shape).astype(np.float32) for shape in TENSORS.shapes]
+        weights = [self._random.normal(size=shape).astype(np.float32) for shape in SHAPES]
         self.peer.begin(first_state(weights))
         self.world.handlers[self.peer_id] = {"rpc_run": self.peer.answer}
         await self.peer.join()

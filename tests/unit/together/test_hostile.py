@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import virtual_time
-from run_kit import QUICK, TENSORS, Trainee, World, agreed, identity_of
+from run_kit import QUICK, SHAPES, Trainee, World, agreed, identity_of
 
 from swarm_plugins.together.outer import SharedState, write_update
 from swarm_plugins.transport.run_messages import BlobPart, BlobRequest
@@ -131,7 +131,7 @@ def test_peers_that_are_joining_have_no_say() -> None:
 async def far_ahead(world: World) -> Trainee:
     """A stranger that claims to have a state of a late round."""
     hostile = Trainee(world, 9)
-    weights = tuple(np.full(shape, 666.0, np.float32) for shape in TENSORS.shapes)
+    weights = tuple(np.full(shape, 666.0, np.float32) for shape in SHAPES)
     hostile.peer.begin(SharedState(1 << 50, 0, weights, weights))
     hostile.peer._is_joining = False
     world.handlers[hostile.peer_id] = {"rpc_run": hostile.peer.answer}
