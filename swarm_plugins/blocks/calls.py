@@ -71,17 +71,16 @@ class SkippedBlock:
 
 
 class Watched:
-    """A block that reports its index and output to ``seen``."""
+    """A block that reports its output to ``seen``."""
 
-    def __init__(self, layer: Callable[..., Any], block: int, seen: Callable[[int, Tensor], None]) -> None:
+    def __init__(self, layer: Callable[..., Any], seen: Callable[[Tensor], None]) -> None:
         self._layer = layer
-        self._block = block
         self._seen = seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block and reports its output."""
         output = self._layer(*args, **kwargs)
-        self._seen(self._block, output[0] if isinstance(output, tuple) else output)
+        self._seen(output[0] if isinstance(output, tuple) else output)
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -21,7 +21,7 @@ from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
-from swarm_plugins.blocks.routers import Routers
+from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import ConfigError
 
@@ -41,9 +41,7 @@ class CutModel:
     passes_tuples = False
     """Whether layers return tuples; see `probe`."""
 
-    def __init__(
-        self, model: PreTrainedModel, layer_path: str, blocks: range, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, layer_path: str, blocks: range, dtype: torch.dtype) -> None:
         self.model = model
         self.config = model.config
         self.blocks = blocks
@@ -53,7 +51,7 @@ class CutModel:
             raise ConfigError(f"the layer list {layer_path} is a {type(layers).__name__}, not a BlockList")
         self.layers: list[nn.Module] = list(layers)
         self.device = next(model.parameters()).device
-        self.dtype = dtype or _compute_dtype(model)
+        self.dtype = dtype
         self.attention: str = self.config._attn_implementation
         if self.attention == "eager" and model._supports_attention_backend:
             self.attention = EAGER  # the same attention, in cuts of bounded size
@@ -73,7 +71,7 @@ class CutModel:
         self._joined: dict[int, bool] = {}
         # Adapters name modules in every step; only existing ones are kept, so it is bounded.
         self._modules: dict[tuple[int, str], nn.Module] = {}
-        self._routers = Routers(model, self.layers, blocks, lambda: self._calls.current)
+        watch_routers(model, self.layers, blocks, self._calls)
 
     def module(self, block: int, path: str) -> nn.Module:
         """Returns a module of a block.
@@ -198,7 +196,7 @@ class CutModel:
     def _watched_table(
         self, blocks: range, between: list[Tensor] | None, boundary: Callable[[], None] | None
     ) -> list[Any]:
-        def seen(_: int, hidden: Tensor) -> None:
+        def seen(hidden: Tensor) -> None:
             if between is not None:
                 between.append(hidden)
             if boundary is not None:
@@ -208,12 +206,5 @@ class CutModel:
 
         table = list(self.table(blocks))
         for block in blocks[:-1]:
-            table[block] = Watched(self._blocks[block], block, seen)
+            table[block] = Watched(self._blocks[block], seen)
         return table
-
-
-def _compute_dtype(model: nn.Module) -> torch.dtype:
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.ndim > 1:
-            return parameter.dtype
-    return torch.get_default_dtype()

@@ -8,38 +8,32 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
-from swarm_plugins.blocks.calls import Call
+from swarm_plugins.blocks.calls import CallStack
 
 
 class _NoModule(nn.Module):
     """A class without instances, for recorders that match by name only."""
 
 
-class Routers:
-    """Watches the routers of a span's blocks."""
+def watch_routers(model: Any, layers: Sequence[nn.Module], blocks: range, calls: CallStack) -> None:
+    """Has the routers of some blocks report to the call that runs."""
+    recorder = _recorder((getattr(model, "_can_record_outputs", None) or {}).get("router_logits"))
+    if recorder is None:
+        return
+    for block in blocks:
+        for name, module in layers[block].named_modules():
+            if _matches(recorder, name, module):
+                module.register_forward_hook(_reporting(calls, block, recorder.index))
 
-    def __init__(
-        self, model: Any, layers: Sequence[nn.Module], blocks: range, current: Callable[[], Call | None]
-    ) -> None:
-        self._current = current
-        self.blocks: list[int] = []
-        recorder = _recorder((getattr(model, "_can_record_outputs", None) or {}).get("router_logits"))
-        if recorder is None:
-            return
-        for block in blocks:
-            for name, module in layers[block].named_modules():
-                if _matches(recorder, name, module):
-                    module.register_forward_hook(self._hook(block, recorder.index))
-                    self.blocks.append(block)
 
-    def _hook(self, block: int, index: int) -> Callable[..., None]:
-        def collect(module: nn.Module, arguments: object, output: Any) -> None:
-            call = self._current()
-            if call is not None and call.router_logits is not None:
-                logits: Tensor = output[index] if isinstance(output, tuple) else output
-                call.router_logits[block] = logits.reshape(-1, logits.shape[-1])
+def _reporting(calls: CallStack, block: int, index: int) -> Callable[..., None]:
+    def collect(module: nn.Module, arguments: object, output: Any) -> None:
+        call = calls.current
+        if call is not None and call.router_logits is not None:
+            logits: Tensor = output[index] if isinstance(output, tuple) else output
+            call.router_logits[block] = logits.reshape(-1, logits.shape[-1])
 
-        return collect
+    return collect
 
 
 def _recorder(spec: Any) -> OutputRecorder | None:

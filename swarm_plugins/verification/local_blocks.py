@@ -6,12 +6,13 @@ A span is run block by block, so memory holds one block at a time if the budget 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class UncheckableError(SwarmError):
@@ -61,6 +63,27 @@ class Kind:
         return found
 
 
+def _in_thread(
+    work: Callable[Concatenate[LocalBlocks, P], T],
+) -> Callable[Concatenate[LocalBlocks, P], Coroutine[Any, Any, T]]:
+    """Runs a method in a thread, one at a time; one that fails here for want of memory must not end what it checks."""
+
+    @functools.wraps(work)
+    async def run(self: LocalBlocks, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def locked() -> T:
+            with self._lock:
+                return work(self, *args, **kwargs)
+
+        try:
+            return await asyncio.to_thread(locked)
+        except (MemoryError, RuntimeError) as exc:
+            if isinstance(exc, SwarmError):
+                raise
+            raise UncheckableError(f"blocks cannot be run here: {one_line(exc)}") from exc
+
+    return run
+
+
 class SessionCaches:
     """The caches of one session, a cache for each block; freed with the object.
 
@@ -84,6 +107,8 @@ class SessionCaches:
 class LocalBlocks:
     """Runs blocks of one model in this process, one call at a time.
 
+    All calls raise SwarmError if blocks or checkpoint cannot be read, or blocks not run here.
+
     Args:
         open_checkpoint: Opens the model's checkpoint.
         limit_bytes: Most bytes of blocks kept in memory; one block is always possible.
@@ -103,62 +128,43 @@ class LocalBlocks:
         """Whether a block is a mixture of experts; kept when the block is dropped."""
         self._lock = threading.Lock()
 
-    async def outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
-        """Returns the output of each of ``inputs.blocks``, ``[B, S, D]``, in the kind's type.
-
-        Raises:
-            SwarmError: If the blocks cannot be read or run here.
-        """
-        return await _in_thread(lambda: self._outputs(inputs, kind))
-
-    async def gradients(self, inputs: SpanInputs, kind: Kind, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradients of ``wanted``, which are among the inputs, for a gradient of the output.
-
-        Raises:
-            SwarmError: If the blocks cannot be read or run here.
-        """
-        return await _in_thread(lambda: self._gradients(inputs, kind, grad, wanted))
-
-    async def extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
-        """Runs further steps of a session; returns the outputs of the last block for all of them, ``[B, S, D]``.
-
-        Raises:
-            SwarmError: If the blocks cannot be read or run here.
-        """
-        return await _in_thread(lambda: self._extend(caches, steps))
-
-    def _extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
-        from swarm_plugins.blocks import StepInputs
-
-        kind = caches.kind
-        with self._lock:
-            hidden = [step.hidden.to(kind.torch_dtype) for step in steps]
-            for index, block in enumerate(caches.blocks):
-                span, one = self._span(block, kind), range(block, block + 1)
-                if block not in caches.by_block:
-                    prefix = [part.to(kind.torch_dtype) for part in caches.prefix[2 * index : 2 * index + 2]]
-                    caches.by_block[block] = span.new_cache(hidden[0].shape[0], one, prefix)
-                for number, step in enumerate(steps):
-                    inputs = StepInputs(
-                        cache=caches.by_block[block],
-                        blocks=one,
-                        hidden=hidden[number],
-                        position_ids=step.position_ids,
-                        attention_mask=step.attention_mask,
-                        adapters=step.adapters,
-                    )
-                    hidden[number] = span.step([inputs])[0].hidden
-        return torch.cat(hidden, dim=1)
-
-    def _outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
-        with self._lock, torch.no_grad():
+    @_in_thread
+    def outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
+        """Returns the output of each of ``inputs.blocks``, ``[B, S, D]``, in the kind's type."""
+        with torch.no_grad():
             return self._forward(inputs, kind)
 
-    def _gradients(self, inputs: SpanInputs, kind: Kind, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
-        with self._lock, torch.enable_grad():
+    @_in_thread
+    def gradients(self, inputs: SpanInputs, kind: Kind, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the gradients of ``wanted``, which are among the inputs, for a gradient of the output."""
+        with torch.enable_grad():
             output = self._forward(inputs, kind)[-1]
             found = torch.autograd.grad(output, wanted, grad.to(output.dtype), allow_unused=True)
         return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, found, strict=True)]
+
+    @_in_thread
+    def extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
+        """Runs further steps of a session; returns the outputs of the last block for all of them, ``[B, S, D]``."""
+        from swarm_plugins.blocks import StepInputs
+
+        kind = caches.kind
+        hidden = [step.hidden.to(kind.torch_dtype) for step in steps]
+        for index, block in enumerate(caches.blocks):
+            span, one = self._span(block, kind), range(block, block + 1)
+            if block not in caches.by_block:
+                prefix = [part.to(kind.torch_dtype) for part in caches.prefix[2 * index : 2 * index + 2]]
+                caches.by_block[block] = span.new_cache(hidden[0].shape[0], one, prefix)
+            for number, step in enumerate(steps):
+                inputs = StepInputs(
+                    cache=caches.by_block[block],
+                    blocks=one,
+                    hidden=hidden[number],
+                    position_ids=step.position_ids,
+                    attention_mask=step.attention_mask,
+                    adapters=step.adapters,
+                )
+                hidden[number] = span.step([inputs])[0].hidden
+        return torch.cat(hidden, dim=1)
 
     def _forward(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
         hidden, outputs = inputs.hidden, []
@@ -187,23 +193,17 @@ class LocalBlocks:
         return self._spans[key][0]
 
     async def can_hold(self, num_blocks: int) -> bool:
-        """Returns whether so many blocks fit in memory together, from a checkpoint that is on this machine.
-
-        Raises:
-            SwarmError: If the checkpoint cannot be opened.
-        """
+        """Returns whether so many blocks fit in memory together, from a checkpoint that is on this machine."""
         if num_blocks not in self._fits:
-            self._fits[num_blocks] = await _in_thread(lambda: self._can_hold(num_blocks))
+            self._fits[num_blocks] = await self._look_whether_fits(num_blocks)
         return self._fits[num_blocks]
 
-    def _can_hold(self, num_blocks: int) -> bool:
-        with self._lock:
-            checkpoint = self._opened()
-            if checkpoint.directory is None:
-                return False
-            total = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
-            num_bytes = sum(info.num_bytes for info in checkpoint.tensors.values())
-            return num_blocks * num_bytes <= self.limit_bytes * total
+    @_in_thread
+    def _look_whether_fits(self, num_blocks: int) -> bool:
+        checkpoint = self._opened()
+        total = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+        num_bytes = sum(info.num_bytes for info in checkpoint.tensors.values())
+        return checkpoint.directory is not None and num_blocks * num_bytes <= self.limit_bytes * total
 
     def _opened(self) -> Checkpoint:
         if self._checkpoint is None:
@@ -216,48 +216,27 @@ class LocalBlocks:
             self._checkpoint = opened
         return self._checkpoint
 
-    async def check_unchanged(self) -> None:
+    @_in_thread
+    def check_unchanged(self) -> None:
         """Checks that the files still hold the version that servers run: a training run may have written new ones.
 
         Raises:
             UncheckableError: If they do not.
         """
-
-        def look() -> None:
-            with self._lock:
-                self._checkpoint = None
-                try:
-                    self._opened()
-                except SwarmError:
-                    self._spans.clear()
-                    raise
-
-        if self.version is not None and self.version.is_local:
-            await _in_thread(look)
+        if self.version is None or not self.version.is_local:
+            return
+        self._checkpoint = None
+        try:
+            self._opened()
+        except SwarmError:
+            self._spans.clear()
+            raise
 
     def has_experts(self, blocks: range) -> bool:
         """Returns whether one of some blocks, which have run here, is a mixture of experts."""
         return any(self._mixtures.get(block, False) for block in blocks)
 
-    async def has_fixed_positions(self, block: int, kind: Kind) -> bool:
-        """Returns whether steps of a session may be joined: the tokens they come with change nothing.
-
-        Raises:
-            SwarmError: If the block cannot be read here.
-        """
-
-        def look() -> bool:
-            with self._lock:
-                return self._span(block, kind).spec.has_fixed_positions
-
-        return await _in_thread(look)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Runs in a thread; a check that fails here for want of memory must not end what it checks."""
-    try:
-        return await asyncio.to_thread(work)
-    except (MemoryError, RuntimeError) as exc:
-        if isinstance(exc, SwarmError):
-            raise
-        raise UncheckableError(f"blocks cannot be run here: {one_line(exc)}") from exc
+    @_in_thread
+    def has_fixed_positions(self, block: int, kind: Kind) -> bool:
+        """Returns whether steps of a session may be joined: the tokens they come with change nothing."""
+        return self._span(block, kind).spec.has_fixed_positions

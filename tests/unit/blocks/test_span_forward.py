@@ -182,7 +182,7 @@ def test_a_model_that_scales_embeddings_itself_is_refused() -> None:
     scaled = type("Scaling", (type(model),), {"forward": lambda self, **kwargs: plain(self, **scale(kwargs))})
     model.__class__ = scaled
     with pytest.raises(UnsupportedError, match="Scaling changes hidden states outside its blocks"):
-        probe(CutModel(model, "layers", BLOCKS))
+        probe(CutModel(model, "layers", BLOCKS, torch.float32))
 
 
 def scale(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -105,8 +105,7 @@ def test_too_little_memory_there_or_here(
     if message == "no room":
         monkeypatch.setattr(examiner, "open_blocks", refused)
     else:
-        monkeypatch.setattr(LocalBlocks, "_forward", failed)
-        monkeypatch.setattr(LocalBlocks, "_extend", failed)
+        monkeypatch.setattr(LocalBlocks, "_span", failed)
     config = OPENED if message == "no room" else WHOLE
     with InProcessSwarm(llama, spans=[(0, 4)], config=config) as swarm:
         train(swarm, steps=1)
@@ -144,16 +143,16 @@ def test_positions_that_depend_on_the_longest_one(tmp_path: Path, config: SwarmC
 
 
 def test_a_check_that_broke_off_between_two_blocks(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extend, calls = LocalBlocks._extend, []
+    extend, calls = LocalBlocks.extend, []
 
-    def broken(self: LocalBlocks, *args: Any) -> torch.Tensor:
-        found = extend(self, *args)
+    async def broken(self: LocalBlocks, *args: Any) -> torch.Tensor:
+        found = await extend(self, *args)
         calls.append(1)
         if len(calls) == 2:
             raise CapacityError("no room for the last block")
         return found
 
-    monkeypatch.setattr(LocalBlocks, "_extend", broken)
+    monkeypatch.setattr(LocalBlocks, "extend", broken)
     with InProcessSwarm(llama, spans=[(0, 4)], config=WHOLE) as swarm:
         model = all_checked(swarm)
         book = swarm.connection.peers.book
