@@ -178,7 +178,6 @@ class Acceptor:
                     peer,
                     self._ledger,
                     self._counts,
-                    is_served=True,
                     turnstile=self._turnstile,
                     max_tensors=max_tensors,
                 )

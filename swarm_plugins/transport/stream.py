@@ -59,9 +59,8 @@ class FrameStream(asyncio.BufferedProtocol):
         peer: Id of the peer at the other end.
         ledger: Counts the memory of messages.
         counts: Counts over all streams of the node.
-        is_served: Whether this is a server's end. A message then counts until the next one is read: as long as its
-            request is worked on. Otherwise it belongs to the reader as soon as it is read.
-        turnstile: Lets messages be decoded, at a server's end. None: at once.
+        turnstile: Lets messages be decoded, at a server's end: a message then counts until the next one is read, as long
+            as its request is worked on. None, at a client's: a message belongs to the reader as soon as it is read.
         allowances: Bounds the answers, at a client's end. None: only `MAX_MESSAGE_BYTES` does.
         max_tensors: Most tensors of a message.
     """
@@ -72,7 +71,6 @@ class FrameStream(asyncio.BufferedProtocol):
         ledger: Ledger,
         counts: StreamCounts | None = None,
         *,
-        is_served: bool = False,
         turnstile: Turnstile | None = None,
         allowances: Allowances | None = None,
         max_tensors: int = limits.MAX_TENSORS,
@@ -81,7 +79,6 @@ class FrameStream(asyncio.BufferedProtocol):
         self._max_tensors = max_tensors
         self._ledger = ledger
         self._counts = counts or StreamCounts()
-        self._is_served = is_served
         self._turnstile = turnstile
         self._allowances = allowances
         self._charge = ledger.charge(peer)
@@ -182,10 +179,11 @@ class FrameStream(asyncio.BufferedProtocol):
         frame = await self.read(timeout_s)
         if frame is None:
             return None
+        claim: Callable[[int], None] | None = None
         if self._turnstile is not None:
             await self._turnstile.enter(self.remote_peer)
-        claim: Callable[[int], None] | None = self._charge.claim if self._is_served else None
-        if frame.tensor_bytes is not None:
+            claim = self._charge.claim
+        elif frame.tensor_bytes is not None:
             claim = unpacking_claim(frame.tensor_bytes)
         return await decoded(frame.header, frame.body, claim, self._max_tensors)
 
@@ -228,13 +226,12 @@ class FrameStream(asyncio.BufferedProtocol):
             if isinstance(frame, CapacityError):
                 raise frame
             self._charge.adopt(frame.header.body_bytes)
-            if not self._is_served:
+            if self._turnstile is None:
                 self._charge.release()
             return frame
-        if self._has_ended and not self.is_closed:
-            return None
-        self._check_usable()
-        raise TransportError(f"the stream to peer {self.remote_peer} was woken without a frame")
+        if self.is_closed or not self._has_ended:
+            self._check_usable()
+        return None
 
     async def wait(self, timeout_s: float) -> None:
         """Waits for the next frame or the end of the stream, without taking it; raises like `read`."""

@@ -17,6 +17,7 @@ from swarm_plugins.transport import limits
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import ForwardResponse, Message
 from swarm_plugins.transport.receiving.allowances import Allowances
+from swarm_plugins.transport.receiving.turnstile import Turnstile
 from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import decode_body, encode
 
@@ -44,7 +45,8 @@ async def stream_and_socket(
     far.setblocking(False)
     _, writer = await asyncio.open_unix_connection(sock=near)
     ledger = budget or Ledger(limits.MAX_RECEIVING_BYTES)
-    stream = FrameStream(peer, ledger, counts, is_served=is_served, allowances=allowances)
+    turnstile = Turnstile(ledger.group) if is_served else None
+    stream = FrameStream(peer, ledger, counts, turnstile=turnstile, allowances=allowances)
     stream.attach(writer, b"")
     try:
         yield stream, far
