@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.transport.identity import (
+    IdentityFile,
     check_identity,
     create_identity_file,
     is_signed_by,
@@ -43,6 +45,7 @@ def test_records_are_those_of_hivemind(tmp_path: Path) -> None:
         assert public.SerializeToString() == identity.public_key
         assert is_signed_by(identity.public_key, b"data", identity.sign(b"data"))
         assert not is_signed_by(identity.public_key, b"other", identity.sign(b"data"))
+    assert identity.peer_id == PeerID.from_identity(path.read_bytes()).to_base58()  # hivemind reads RSA keys only
 
 
 def test_a_public_key_has_one_spelling() -> None:
@@ -77,7 +80,73 @@ def test_a_file_that_can_be_made_is_left_to_be_made(tmp_path: Path) -> None:
     (tmp_path / "key").touch(0o644)
     with pytest.raises(ConfigError, match=r"is not a libp2p private key"):
         check_identity(tmp_path / "key")
-    create_identity_file(tmp_path / "open")
-    (tmp_path / "open").chmod(0o644)
-    with pytest.raises(ConfigError, match=r"open to other users .*chmod 600 \S+/open"):
-        check_identity(tmp_path / "open")
+
+
+def test_a_valid_signature_of_a_key_with_a_long_exponent_is_refused() -> None:
+    """Checking it would take milliseconds, thousands of times in one message."""
+    usual = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
+    primes = usual.private_numbers()
+    order = (primes.p - 1) * (primes.q - 1)
+    private = 65_537
+    public = pow(private, -1, order)
+    numbers = rsa.RSAPrivateNumbers(
+        p=primes.p,
+        q=primes.q,
+        d=private,
+        dmp1=private % (primes.p - 1),
+        dmq1=private % (primes.q - 1),
+        iqmp=primes.iqmp,
+        public_numbers=rsa.RSAPublicNumbers(e=public, n=primes.public_numbers.n),
+    )
+    for key, is_believed in ((usual, True), (numbers.private_key(), False)):
+        key.public_key().verify(signature := sign(key), b"data", padding.PKCS1v15(), hashes.SHA256())
+        der = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+        encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+        assert is_signed_by(encoded, b"data", signature) is is_believed
+
+
+def sign(key: rsa.RSAPrivateKey) -> bytes:
+    return key.sign(b"data", padding.PKCS1v15(), hashes.SHA256())
+
+
+def test_a_new_identity_is_private_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "id"
+    first = IdentityFile.take(path)
+    first.give_back()
+    first.give_back()
+    assert path.stat().st_mode & 0o077 == 0
+    second = IdentityFile.take(path)
+    assert second.identity.peer_id == first.identity.peer_id
+    second.give_back()
+
+
+def test_nodes_that_share_an_identity_unlock_it_together(tmp_path: Path) -> None:
+    first = IdentityFile.take(tmp_path / "id")
+    second = first.share()
+    assert second.identity == first.identity
+    first.give_back()
+    message = f"{first.identity.peer_id}.*in use by another node.*give each node its own file"
+    with pytest.raises(ConfigError, match=message):
+        IdentityFile.take(tmp_path / "id")
+    second.give_back()
+    IdentityFile.take(tmp_path / "id").give_back()
+
+
+def test_an_identity_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "id"
+    create_identity_file(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"id is open to other users .*mode 0640.*Run chmod 600 .*, or use a new"):
+        IdentityFile.take(path)
+    path.chmod(0o400)
+    IdentityFile.take(path).give_back()
+
+
+def test_an_unusable_identity_says_which_file_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing/id: No such file or directory; give a file in a directory"):
+        IdentityFile.take(tmp_path / "missing" / "id")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ConfigError, match=r"text is not a libp2p private key .*name another|text has a key of"):
+        IdentityFile.take(tmp_path / "text")
+    with pytest.raises(ConfigError, match="cannot read identity"):
+        IdentityFile.take(tmp_path)

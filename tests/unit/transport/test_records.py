@@ -9,19 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import P2P, PeerID
-from hivemind.proto import crypto_pb2
 from hivemind.utils import MSGPackSerializer
 
 from swarm_plugins.errors import ConfigError, ProtocolError
 from swarm_plugins.transport.identity import (
     Identity,
-    IdentityFile,
     create_identity_file,
-    is_signed_by,
     load_identity,
 )
 from swarm_plugins.transport.records import (
@@ -254,96 +248,6 @@ def test_the_dht_stores_nothing_but_our_records(owner: Identity) -> None:
     assert not validator.validate(DHTRecord(key_id(key), subkey, MSGPackSerializer.dumps("text"), expiration))
     assert not validator.validate(DHTRecord(key_id(key), b"", value, expiration))
     assert not validator.validate(DHTRecord(key_id(key), subkey, b"", math.nan))
-
-
-def test_an_identity_written_by_hivemind_is_understood(tmp_path: Path) -> None:
-    path = tmp_path / "rsa"
-    P2P.generate_identity(str(path))
-    identity = load_identity(path)
-    assert identity.peer_id == PeerID.from_identity(path.read_bytes()).to_base58()
-    expiration = soon()
-    key = own_server_key("v1", identity.peer_id)
-    blob = signed(identity, key, expiration)
-    assert open_record(key_id(key), identity.peer_id, blob, expiration) == ServerRecord(info=INFO)
-
-
-def test_a_valid_signature_of_a_key_with_a_long_exponent_is_refused() -> None:
-    """Checking it would take milliseconds, thousands of times in one message."""
-    usual = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
-    primes = usual.private_numbers()
-    order = (primes.p - 1) * (primes.q - 1)
-    private = 65_537
-    public = pow(private, -1, order)
-    numbers = rsa.RSAPrivateNumbers(
-        p=primes.p,
-        q=primes.q,
-        d=private,
-        dmp1=private % (primes.p - 1),
-        dmq1=private % (primes.q - 1),
-        iqmp=primes.iqmp,
-        public_numbers=rsa.RSAPublicNumbers(e=public, n=primes.public_numbers.n),
-    )
-    for key, is_believed in ((usual, True), (numbers.private_key(), False)):
-        key.public_key().verify(signature := sign(key), b"data", padding.PKCS1v15(), hashes.SHA256())
-        der = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-        encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
-        assert is_signed_by(encoded, b"data", signature) is is_believed
-
-
-def sign(key: rsa.RSAPrivateKey) -> bytes:
-    return key.sign(b"data", padding.PKCS1v15(), hashes.SHA256())
-
-
-def test_a_new_identity_is_private_and_kept(tmp_path: Path) -> None:
-    path = tmp_path / "id"
-    first = IdentityFile.take(path)
-    first.give_back()
-    first.give_back()
-    assert path.stat().st_mode & 0o077 == 0
-    second = IdentityFile.take(path)
-    assert second.identity.peer_id == first.identity.peer_id
-    second.give_back()
-
-
-def test_nodes_that_share_an_identity_unlock_it_together(tmp_path: Path) -> None:
-    first = IdentityFile.take(tmp_path / "id")
-    second = first.share()
-    assert second.identity == first.identity
-    first.give_back()
-    with pytest.raises(ConfigError, match="in use by another node"):
-        IdentityFile.take(tmp_path / "id")
-    second.give_back()
-    IdentityFile.take(tmp_path / "id").give_back()
-
-
-def test_an_identity_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "id"
-    create_identity_file(path)
-    path.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"id is open to other users .*mode 0640.*Run chmod 600 .*, or use a new"):
-        IdentityFile.take(path)
-    path.chmod(0o400)
-    IdentityFile.take(path).give_back()
-
-
-def test_an_identity_in_use_is_refused(tmp_path: Path) -> None:
-    first = IdentityFile.take(tmp_path / "id")
-    with pytest.raises(
-        ConfigError, match=f"{first.identity.peer_id}.*in use by another node.*give each node its own file"
-    ):
-        IdentityFile.take(tmp_path / "id")
-    first.give_back()
-    IdentityFile.take(tmp_path / "id").give_back()
-
-
-def test_an_unusable_identity_says_which_file_and_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing/id: No such file or directory; give a file in a directory"):
-        IdentityFile.take(tmp_path / "missing" / "id")
-    (tmp_path / "text").write_text("hello")
-    with pytest.raises(ConfigError, match=r"text is not a libp2p private key .*name another|text has a key of"):
-        IdentityFile.take(tmp_path / "text")
-    with pytest.raises(ConfigError, match="cannot read identity"):
-        IdentityFile.take(tmp_path)
 
 
 def test_one_peer_that_lies_about_a_version_does_not_hide_it() -> None:
