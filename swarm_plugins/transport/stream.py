@@ -59,8 +59,8 @@ class FrameStream(asyncio.BufferedProtocol):
         peer: Id of the peer at the other end.
         ledger: Counts the memory of messages.
         counts: Counts over all streams of the node.
-        turnstile: Lets messages be decoded, at a server's end: a message then counts until the next one is read, as long
-            as its request is worked on. None, at a client's: a message belongs to the reader as soon as it is read.
+        turnstile: At a server's end, lets messages be decoded; a message then counts until the next one is read, as
+            long as its request is worked on. None, at a client's: it belongs to the reader as soon as it is read.
         allowances: Bounds the answers, at a client's end. None: only `MAX_MESSAGE_BYTES` does.
         max_tensors: Most tensors of a message.
     """
