@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 import torch
@@ -163,24 +163,21 @@ def transport_to(service: Service, client: str = "alice") -> LocalTransport:
 Ask = Callable[[str, Message], Awaitable[Message]]
 
 
-def play(service: Service, scene: Callable[[Ask], Awaitable[None]], *, client: str = "alice") -> None:
-    """Runs a scene in which each rpc has one stream that is kept for all its requests."""
+@contextlib.asynccontextmanager
+async def playing(service: Service, *, client: str = "alice") -> AsyncIterator[Ask]:
+    """Asks by one stream for each rpc, which is kept for all its requests."""
+    transport: LocalTransport = transport_to(service, client)
+    channels = {}
 
-    async def run() -> None:
-        transport: LocalTransport = transport_to(service, client)
-        channels = {}
+    async def ask(rpc: str, message: Message) -> Message:
+        if rpc not in channels:
+            channels[rpc] = await transport.open("server", rpc, timeout_s=5)
+        await channels[rpc].send(message)
+        answer = await channels[rpc].receive(timeout_s=5)
+        assert answer is not None
+        return answer
 
-        async def ask(rpc: str, message: Message) -> Message:
-            if rpc not in channels:
-                channels[rpc] = await transport.open("server", rpc, timeout_s=5)
-            await channels[rpc].send(message)
-            answer = await channels[rpc].receive(timeout_s=5)
-            assert answer is not None
-            return answer
-
-        try:
-            await scene(ask)
-        finally:
-            await transport.close()
-
-    asyncio.run(run())
+    try:
+        yield ask
+    finally:
+        await transport.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 
 import torch
 from fake_server import VERSION, WIDTH, transport_to
@@ -33,16 +33,12 @@ async def ask(channel: Channel, message: Message) -> Message:
     return answer
 
 
-def play(
-    service: Service, scene: Callable[[Channel, LocalTransport], Awaitable[None]], *, client: str = "alice"
-) -> None:
-    async def run() -> None:
-        transport = transport_to(service, client)
-        channel = await transport.open("server", "rpc_session", timeout_s=5)
-        try:
-            await scene(channel, transport)
-        finally:
-            await transport.close()
-            await service.scheduler.call(lambda: None, timeout_s=5)  # closing is done by now: calls keep their order
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def playing(service: Service, *, client: str = "alice") -> AsyncIterator[tuple[Channel, LocalTransport]]:
+    transport = transport_to(service, client)
+    channel = await transport.open("server", "rpc_session", timeout_s=5)
+    try:
+        yield channel, transport
+    finally:
+        await transport.close()
+        await service.scheduler.call(lambda: None, timeout_s=5)  # closing is done by now: calls keep their order

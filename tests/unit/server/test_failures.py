@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_server import VERSION, WIDTH, Ask, FakeRunner, play
+from fake_server import VERSION, WIDTH, FakeRunner, playing
 
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.ledger import BusyError
@@ -39,17 +39,14 @@ def test_budgets_say_what_they_hold() -> None:
     assert failure_of(busy, peer="a", rpc="r") == Failure(kind="overloaded", message="wait for answers")
 
 
-def test_a_run_that_finds_no_memory_is_answered_and_the_server_goes_on(
+async def test_a_run_that_finds_no_memory_is_answered_and_the_server_goes_on(
     service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = ForwardRequest(version=VERSION, start=2, end=6, hidden=torch.ones(1, 1, WIDTH))
-
-    async def scene(ask: Ask) -> None:
+    async with playing(service) as ask:
         with monkeypatch.context() as patch:
             patch.setattr(runner, "forward", lambda _: torch_cpu())
             answer = await ask("rpc_forward", request)
             assert answer == Failure(kind="out_of_memory", message=OURS)
         assert not isinstance(await ask("rpc_forward", request), Failure)
         assert service.ledger.used == 0
-
-    play(service, scene)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeCache, FakeRunner
-from fake_server import play as play_all
+from fake_server import playing as playing_all
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import CacheOp, LoadedAdapter
@@ -40,12 +41,14 @@ SWAP = CacheOp(kind="reorder", indices=(1, 0))
 Ask = Callable[[Message], Awaitable[Message]]
 
 
-def play(service: Service, rpc: str, scene: Callable[[Ask], Awaitable[None]]) -> None:
-    play_all(service, lambda ask: scene(partial(ask, rpc)))
+@contextlib.asynccontextmanager
+async def playing(service: Service, rpc: str) -> AsyncIterator[Ask]:
+    async with playing_all(service) as ask:
+        yield partial(ask, rpc)
 
 
-def test_rows_cannot_explode_between_two_operations(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_rows_cannot_explode_between_two_operations(service: Service) -> None:
+    async with playing(service, "rpc_session") as ask:
         await ask(OPEN)
         assert isinstance(await ask(SessionStep(hidden=HIDDEN, cached_tokens=0)), SessionStepResponse)
         # In the end there is one row, as the step says; a list of rows that no machine could hold lies between.
@@ -56,18 +59,14 @@ def test_rows_cannot_explode_between_two_operations(service: Service) -> None:
         assert "makes 1000000000000000 rows, the limit is 256" in answer.message
         assert isinstance(await ask(SessionStep(hidden=HIDDEN, cached_tokens=1)), SessionStepResponse)
 
-    play(service, "rpc_session", scene)
 
-
-def test_number_of_operations_is_bounded(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_number_of_operations_is_bounded(service: Service) -> None:
+    async with playing(service, "rpc_session") as ask:
         await ask(SessionOpen(version=VERSION, start=2, end=6, batch_size=2))
         step = SessionStep(hidden=torch.ones(2, 1, WIDTH), cached_tokens=0, ops=(SWAP,) * (MAX_OPS + 1))
         answer = await ask(step)
         assert isinstance(answer, Failure)
         assert f"{MAX_OPS + 1} cache operations in one step, the limit is {MAX_OPS}" in answer.message
-
-    play(service, "rpc_session", scene)
 
 
 def test_many_operations_copy_a_cache_once(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,16 +81,14 @@ def test_many_operations_copy_a_cache_once(runner: FakeRunner, monkeypatch: pyte
     assert len(selected) == 1
 
 
-def test_request_names_so_many_adapters(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_request_names_so_many_adapters(service: Service) -> None:
+    async with playing(service, "rpc_forward") as ask:
         answer = await ask(ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, adapters=("a",) * 20_000))
         assert isinstance(answer, Failure)
         assert (answer.kind, answer.message) == (
             "bad_request",
             f"20000 adapters in one request, the limit is {MAX_ADAPTERS}",
         )
-
-    play(service, "rpc_forward", scene)
 
 
 def test_large_adapter_is_not_named_again_and_again() -> None:
@@ -117,57 +114,47 @@ def test_tiny_adapters_do_not_pile_up() -> None:
     assert len(store._held) == 8  # half of the budget at 4 KiB each
 
 
-def test_kept_adapter_does_not_hold_the_message_it_came_in(service: Service) -> None:
+async def test_kept_adapter_does_not_hold_the_message_it_came_in(service: Service) -> None:
     tensors = (torch.ones(2), torch.ones(3))
     module = AdapterModule(block=2, module="x" * 100_000, kind="lora", shapes=((2,), (3,)))
     spec = AdapterSpec(modules=(module,))
-
-    async def scene(ask: Ask) -> None:
+    async with playing(service, "rpc_adapter") as ask:
         upload = AdapterUpload(digest=adapter_digest(spec, tensors), spec=spec, tensors=tensors)
         assert isinstance(await ask(upload), AdapterStored)
         with service.adapters.using("alice", [upload.digest]) as (held,):
             assert [tensor.untyped_storage().nbytes() for tensor in held.tensors] == [8, 12]
 
-    play(service, "rpc_adapter", scene)
 
-
-def test_an_upload_is_checked_against_the_memory_of_a_run(service: Service) -> None:
+async def test_an_upload_is_checked_against_the_memory_of_a_run(service: Service) -> None:
     def check(digest: str, spec: AdapterSpec, tensors: tuple[torch.Tensor, ...], run_bytes: int) -> LoadedAdapter:
         raise CapacityError(f"the limit is {run_bytes} bytes")
 
     spec = AdapterSpec(modules=())
     service.runner.check_adapter, service.run_limits = check, RunLimits(run_bytes=12345)
-
-    async def scene(ask: Ask) -> None:
+    async with playing(service, "rpc_adapter") as ask:
         answer = await ask(AdapterUpload(digest=adapter_digest(spec, ()), spec=spec, tensors=()))
         assert isinstance(answer, Failure)
         assert (answer.kind, answer.message) == ("out_of_memory", "the limit is 12345 bytes")
 
-    play(service, "rpc_adapter", scene)
 
-
-def test_prefix_is_bounded_also_where_positions_are_given(service: Service) -> None:
+async def test_prefix_is_bounded_also_where_positions_are_given(service: Service) -> None:
     prefix = (torch.ones(1, 1, 1000, 2),) * 8
     positions = torch.zeros(1, 1, dtype=torch.int64)
-
-    async def scene(ask: Ask) -> None:
+    async with playing(service, "rpc_forward") as ask:
         request = ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, position_ids=positions, prefix=prefix)
         answer = await ask(request)
         assert isinstance(answer, Failure)
         assert answer.message == "prefix and sequence have 1001 tokens, the limit is 256: shorten the prefix"
 
-    play(service, "rpc_forward", scene)
-
 
 @pytest.mark.parametrize("rpc", ["rpc_forward", "rpc_session"])
-def test_an_answer_too_large_to_be_sent_is_not_computed(
+async def test_an_answer_too_large_to_be_sent_is_not_computed(
     service: Service, runner: FakeRunner, rpc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Three tokens fit as one hidden state, not as one of each of four blocks.
     hidden = torch.ones(1, 3, WIDTH)
     monkeypatch.setattr(limits, "MAX_ANSWER_BYTES", 2 * hidden.nbytes)
-
-    async def scene(ask: Ask) -> None:
+    async with playing(service, rpc) as ask:
         if rpc == "rpc_session":
             await ask(OPEN)
         message: Message = (
@@ -181,8 +168,6 @@ def test_an_answer_too_large_to_be_sent_is_not_computed(
         assert "4 hidden states of 48 bytes = 192 bytes, the limit is 96" in answer.message
         assert runner.events == []
         assert not isinstance(await ask(message), Failure)
-
-    play(service, rpc, scene)
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -229,7 +214,7 @@ STATELESS: dict[str, dict[str, Any]] = {
         for name, changes in (HOSTILE if rpc == "rpc_session" else HOSTILE | STATELESS).items()
     ],
 )
-def test_every_door_refuses_what_does_not_fit(
+async def test_every_door_refuses_what_does_not_fit(
     service: Service, runner: FakeRunner, rpc: str, changes: dict[str, Any]
 ) -> None:
     def message(**changes: Any) -> Message:
@@ -238,7 +223,7 @@ def test_every_door_refuses_what_does_not_fit(
         request = ForwardRequest(**{"version": VERSION, "start": 2, "end": 6, "hidden": HIDDEN, **changes})
         return BackwardRequest(forward=request, grad_hidden=HIDDEN) if rpc == "rpc_backward" else request
 
-    async def scene(ask: Ask) -> None:
+    async with playing(service, rpc) as ask:
         if rpc == "rpc_session":
             await ask(OPEN)
         answer = await ask(message(**changes))
@@ -246,5 +231,3 @@ def test_every_door_refuses_what_does_not_fit(
         assert answer.kind in ("bad_request", "not_finite", "unknown_adapter", "wrong_span")
         assert runner.events == []
         assert not isinstance(await ask(message()), Failure)
-
-    play(service, rpc, scene)

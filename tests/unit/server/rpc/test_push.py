@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from fake_server import WIDTH
-from session_kit import ADDED, OPEN, ask, play, step_of
+from session_kit import ADDED, OPEN, ask, playing, step_of
 
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
@@ -59,8 +59,8 @@ async def push(transport: LocalTransport, sender: str, message: Message) -> Chan
     return channel
 
 
-def test_a_step_takes_what_the_allowed_server_pushes(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_a_step_takes_what_the_allowed_server_pushes(service: Service) -> None:
+    async with playing(service) as (channel, transport):
         await opened(channel)
         before = await push(transport, "bob", pushed("bob"))
         first = await ask(channel, AWAITED)
@@ -75,18 +75,14 @@ def test_a_step_takes_what_the_allowed_server_pushes(service: Service) -> None:
         third = await channel.receive(timeout_s=5)
         assert isinstance(third, SessionStepResponse)
         assert float(third.hidden[0, 0, 0]) == 5.0 + ADDED
-
-    play(service, scene)
     assert (service.pushes.num_taken, service.pushes.num_refused) == (2, 0)
 
 
-def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
+    async with playing(service) as (channel, transport):
         await opened(channel)
         await push(transport, "alice", pushed("alice", token=b""))
         assert isinstance(await ask(channel, AWAITED), SessionStepResponse)
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +97,10 @@ def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
         pytest.param("bob", {"hidden": torch.full((1, 1, WIDTH), torch.nan)}, "not_finite", "NaN", id="not finite"),
     ],
 )
-def test_who_may_not_push_is_refused(
+async def test_who_may_not_push_is_refused(
     service: Service, sender: str, changes: dict[str, Any], kind: str, words: str
 ) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         await opened(channel)
         stream = await push(transport, sender, msgspec.structs.replace(pushed("bob"), **changes))
         answer = await stream.receive(timeout_s=5)
@@ -115,16 +111,14 @@ def test_who_may_not_push_is_refused(
         # The session is not.
         await push(transport, "bob", pushed("bob"))
         assert isinstance(await ask(channel, AWAITED), SessionStepResponse)
-
-    play(service, scene)
     assert service.pushes.num_refused == 1
 
 
 @pytest.mark.parametrize(
     ("step", "words"), [(0, "is at step 2"), (1, "is at step 2"), (10, "is at step 2")], ids=["over", "replay", "far"]
 )
-def test_steps_that_are_over_or_far_ahead_are_refused(service: Service, step: int, words: str) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_steps_that_are_over_or_far_ahead_are_refused(service: Service, step: int, words: str) -> None:
+    async with playing(service) as (channel, transport):
         await opened(channel)
         await ask(channel, step_of(1, 0))
         await push(transport, "bob", pushed("bob", 1))
@@ -133,11 +127,9 @@ def test_steps_that_are_over_or_far_ahead_are_refused(service: Service, step: in
         assert isinstance(answer, Failure)
         assert words in answer.message
 
-    play(service, scene)
 
-
-def test_a_step_is_pushed_once(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_a_step_is_pushed_once(service: Service) -> None:
+    async with playing(service) as (channel, transport):
         await opened(channel)
         await push(transport, "bob", pushed("bob", value=2.0))
         await asyncio.sleep(0.05)
@@ -147,13 +139,10 @@ def test_a_step_is_pushed_once(service: Service) -> None:
         assert isinstance(answer, SessionStepResponse)
         assert float(answer.hidden[0, 0, 0]) == 2.0 + ADDED
 
-    play(service, scene)
 
-
-def test_neither_side_waits_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_neither_side_waits_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SESSION_LEASE_S", 0.1)
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         await opened(channel)
         answer = await ask(channel, AWAITED)
         assert isinstance(answer, Failure)
@@ -162,29 +151,23 @@ def test_neither_side_waits_for_ever(service: Service, monkeypatch: pytest.Monke
         assert isinstance(answer, Failure)
         assert answer.kind == "not_pushed"
 
-    play(service, scene)
 
-
-def test_sessions_take_nothing_that_their_client_did_not_ask_for(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_sessions_take_nothing_that_their_client_did_not_ask_for(service: Service) -> None:
+    async with playing(service) as (channel, transport):
         assert isinstance(await ask(channel, OPEN), SessionOpened)
         answer = await (await push(transport, "bob", pushed("bob"))).receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert answer.kind == "refused"
 
-    play(service, scene)
 
-
-def test_a_server_that_cannot_be_reached_costs_only_the_push(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_a_server_that_cannot_be_reached_costs_only_the_push(service: Service) -> None:
+    async with playing(service) as (channel, _):
         await opened(channel)
         to = PushTo(peer="nobody", session="s", step=0, token=b"")
         answer = await ask(channel, msgspec.structs.replace(step_of(1, 0), push_to=to))
         assert isinstance(answer, SessionStepResponse)
         assert "nobody cannot be reached" in answer.not_pushed
         assert isinstance(await ask(channel, step_of(1, 1)), SessionStepResponse)
-
-    play(service, scene)
 
 
 class NobodyAnswers:
@@ -202,11 +185,10 @@ class NobodyAnswers:
         raise AssertionError
 
 
-def test_an_output_on_its_way_counts_and_a_session_has_one_at_most(service: Service) -> None:
+async def test_an_output_on_its_way_counts_and_a_session_has_one_at_most(service: Service) -> None:
     nobody = NobodyAnswers()
     service.pushes = Pushes(nobody)
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         await opened(channel)
         for step in range(3):
             to = PushTo(peer=f"peer{step}", session="s", step=step, token=b"")
@@ -216,7 +198,5 @@ def test_an_output_on_its_way_counts_and_a_session_has_one_at_most(service: Serv
             await asyncio.sleep(0.01)
             assert nobody.num_opening == 1
         assert service.ledger.used >= 4 * WIDTH
-
-    play(service, scene)
     assert nobody.num_opening == 0
     assert service.ledger.used == 0

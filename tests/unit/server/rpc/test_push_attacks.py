@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from fake_server import VERSION, WIDTH
-from session_kit import ADDED, OPEN, ask, play, step_of
+from session_kit import ADDED, OPEN, ask, playing, step_of
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.server.service import Service
@@ -64,10 +64,9 @@ def value_of(answer: Message | None) -> float:
     return float(answer.hidden[0, 0, 0]) - ADDED
 
 
-def test_a_session_whose_name_is_taken_is_none(service: Service) -> None:
+async def test_a_session_whose_name_is_taken_is_none(service: Service) -> None:
     """Its cache would be in no list: no budget would count it, and no lease would end it."""
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         assert isinstance(await ask(channel, PUSHING), SessionOpened)
         second = await stream_of(transport, "alice")
         answer = await ask(second, PUSHING)
@@ -77,16 +76,13 @@ def test_a_session_whose_name_is_taken_is_none(service: Service) -> None:
         assert isinstance(answer, Failure)
         assert answer.kind == "unknown_session"
         assert isinstance(await ask(second, OPEN), SessionOpened), "another name will do, on the same stream, too"
-
-    play(service, scene)
     assert service.runner.open_caches == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
-def test_whoever_takes_a_clients_name_takes_nothing_from_its_session(service: Service, is_first: bool) -> None:
+async def test_whoever_takes_a_clients_name_takes_nothing_from_its_session(service: Service, is_first: bool) -> None:
     """Servers that push know the name of the session to which they do, and could open their own under it."""
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         eve = await stream_of(transport, "eve")
         openings = [(eve, msgspec.structs.replace(PUSHING, push_key=OTHER_KEY)), (channel, PUSHING)]
         for one, request in openings if is_first else reversed(openings):
@@ -97,12 +93,10 @@ def test_whoever_takes_a_clients_name_takes_nothing_from_its_session(service: Se
         assert value_of(await ask(eve, AWAITED)) == 7.0
         assert service.pushes.num_refused == 0
 
-    play(service, scene)
-
 
 @pytest.mark.parametrize("rpc", ["rpc_session", "rpc_forward"])
-def test_whoever_takes_a_clients_name_takes_nothing_from_its_requests(service: Service, rpc: str) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_whoever_takes_a_clients_name_takes_nothing_from_its_requests(service: Service, rpc: str) -> None:
+    async with playing(service) as (_, transport):
         eve = await stream_of(transport, "eve", rpc)
         if rpc == "rpc_session":
             assert isinstance(await ask(eve, msgspec.structs.replace(PUSHING, push_key=OTHER_KEY)), SessionOpened)
@@ -116,17 +110,14 @@ def test_whoever_takes_a_clients_name_takes_nothing_from_its_requests(service: S
         await pushing(transport, "bob")
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse)
 
-    play(service, scene)
-
 
 @pytest.mark.parametrize("hidden", [torch.zeros(1, 2, WIDTH), torch.zeros(1, 1, WIDTH).half()], ids=["shape", "dtype"])
 @pytest.mark.parametrize("is_early", [True, False], ids=["early", "awaited"])
-def test_what_does_not_fit_fails_for_its_sender_and_not_for_the_step(
+async def test_what_does_not_fit_fails_for_its_sender_and_not_for_the_step(
     service: Service, hidden: torch.Tensor, is_early: bool
 ) -> None:
     """Its client would blame this server for a refusal that another one has caused."""
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         assert isinstance(await ask(channel, PUSHING), SessionOpened)
         if not is_early:
             await channel.send(AWAITED)
@@ -141,8 +132,6 @@ def test_what_does_not_fit_fails_for_its_sender_and_not_for_the_step(
         assert "was pushed for a request of [1, 1, 0] and 16 bytes" in refusal.message
         await pushing(transport, "alice")
         assert value_of(await channel.receive(timeout_s=5)) == 2.0
-
-    play(service, scene)
     assert service.pushes.num_refused == 1
 
 
@@ -185,11 +174,10 @@ class Slow:
         self.num_open -= 1
 
 
-def test_outputs_on_their_way_end_only_with_the_session_of_their_client(service: Service) -> None:
+async def test_outputs_on_their_way_end_only_with_the_session_of_their_client(service: Service) -> None:
     """A server of a chain knows what its client calls the others, and could name the same to another server."""
     to = PushTo(peer="carol", session=NAME, step=0, token=b"")
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         slow = Slow()
         service.pushes = Pushes(slow)
         assert isinstance(await ask(channel, OPEN), SessionOpened)
@@ -206,11 +194,9 @@ def test_outputs_on_their_way_end_only_with_the_session_of_their_client(service:
             while not slow.sent:
                 await asyncio.sleep(0.001)
 
-    play(service, scene)
 
-
-def test_one_client_lets_a_server_call_few_others_at_once(service: Service) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_one_client_lets_a_server_call_few_others_at_once(service: Service) -> None:
+    async with playing(service) as (_, transport):
         slow = Slow()
         service.pushes = Pushes(slow)
         forward = await stream_of(transport, "eve", "rpc_forward")
@@ -230,11 +216,9 @@ def test_one_client_lets_a_server_call_few_others_at_once(service: Service) -> N
         assert isinstance(answer, ForwardResponse)
         assert answer.not_pushed == ""
 
-    play(service, scene)
 
-
-def test_one_client_has_a_part_of_the_streams_to_other_servers(service: Service) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_one_client_has_a_part_of_the_streams_to_other_servers(service: Service) -> None:
+    async with playing(service):
         slow = Slow()
         slow.may_open.set()
         pushes = Pushes(slow)
@@ -252,15 +236,12 @@ def test_one_client_has_a_part_of_the_streams_to_other_servers(service: Service)
         assert await push("alice", NAME) == ""
         assert not slow.opening, "hers was not"
 
-    play(service, scene)
 
-
-def test_who_takes_outputs_slowly_keeps_no_memory_of_their_client(
+async def test_who_takes_outputs_slowly_keeps_no_memory_of_their_client(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pushes_module, "_SEND_S", 0.1)
-
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+    async with playing(service):
         slow = Slow()
         slow.may_open.set()
         slow.may_send.clear()
@@ -270,8 +251,6 @@ def test_who_takes_outputs_slowly_keeps_no_memory_of_their_client(
         async with asyncio.timeout(10):
             while service.ledger.used or slow.num_open:
                 await asyncio.sleep(0.01)
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from fake_server import VERSION, WIDTH
-from session_kit import play
+from session_kit import playing
 
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
@@ -71,8 +71,8 @@ async def push(transport: LocalTransport, sender: str, message: PushedHidden) ->
     return channel
 
 
-def test_a_forward_and_a_backward_take_what_the_allowed_server_pushes(service: Service) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_a_forward_and_a_backward_take_what_the_allowed_server_pushes(service: Service) -> None:
+    async with playing(service) as (_, transport):
         forward = await awaited(service, transport, msgspec.structs.replace(AWAITED, keep=True))
         stream = await push(transport, "bob", pushed())
         answer = await forward.receive(timeout_s=5)
@@ -88,18 +88,14 @@ def test_a_forward_and_a_backward_take_what_the_allowed_server_pushes(service: S
         assert isinstance(found, BackwardResponse)
         assert found.grad_hidden is not None
         assert found.grad_hidden.equal(INPUT * FACTOR)
-
-    play(service, scene)
     assert (service.pushes.num_taken, service.pushes.num_refused) == (2, 0)
 
 
-def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
+    async with playing(service) as (_, transport):
         forward = await awaited(service, transport)
         await push(transport, "alice", pushed(token=b""))
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse)
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(
@@ -112,29 +108,25 @@ def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
         pytest.param("bob", {"session": "guess"}, id="unknown name"),
     ],
 )
-def test_who_may_not_push_is_refused(service: Service, sender: str, changes: dict[str, Any]) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_who_may_not_push_is_refused(service: Service, sender: str, changes: dict[str, Any]) -> None:
+    async with playing(service) as (_, transport):
         forward = await awaited(service, transport)
         answer = await (await push(transport, sender, pushed(**changes))).receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert (answer.kind, "may not push" in answer.message) == ("refused", True)
         await push(transport, "bob", pushed())
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse), "the request still waits"
-
-    play(service, scene)
     assert service.pushes.num_refused == 1
 
 
-def test_what_overtakes_the_request_waits_a_moment_and_nothing_is_taken_twice(service: Service) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_what_overtakes_the_request_waits_a_moment_and_nothing_is_taken_twice(service: Service) -> None:
+    async with playing(service) as (_, transport):
         await push(transport, "bob", pushed())
         await asyncio.sleep(0.02)
         forward = await asked(transport, AWAITED)
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse)
         late = await push(transport, "bob", pushed())
         assert isinstance(await late.receive(timeout_s=5), Failure)
-
-    play(service, scene)
     assert (service.pushes.num_taken, service.pushes.num_refused) == (1, 1)
 
 
@@ -146,8 +138,8 @@ def test_what_overtakes_the_request_waits_a_moment_and_nothing_is_taken_twice(se
     ],
     ids=["shape", "dtype"],
 )
-def test_what_is_pushed_must_fit_the_request(service: Service, hidden: torch.Tensor, words: str) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_what_is_pushed_must_fit_the_request(service: Service, hidden: torch.Tensor, words: str) -> None:
+    async with playing(service) as (_, transport):
         forward = await awaited(service, transport)
         answer = await (await push(transport, "bob", pushed(hidden=hidden))).receive(timeout_s=5)
         assert isinstance(answer, Failure)
@@ -156,11 +148,9 @@ def test_what_is_pushed_must_fit_the_request(service: Service, hidden: torch.Ten
         await push(transport, "bob", pushed())
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse), "the request still waits"
 
-    play(service, scene)
 
-
-def test_a_name_is_one_request_of_a_client_at_a_time(service: Service) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_a_name_is_one_request_of_a_client_at_a_time(service: Service) -> None:
+    async with playing(service) as (_, transport):
         forward = await awaited(service, transport)
         second = await asked(transport, AWAITED)
         answer = await second.receive(timeout_s=5)
@@ -169,26 +159,19 @@ def test_a_name_is_one_request_of_a_client_at_a_time(service: Service) -> None:
         await push(transport, "bob", pushed())
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse)
 
-    play(service, scene)
 
-
-def test_a_request_does_not_wait_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_does_not_wait_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SESSION_LEASE_S", 0.1)
-
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (_, transport):
         answer = await (await asked(transport, AWAITED)).receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert answer.kind == "not_pushed"
 
-    play(service, scene)
 
-
-def test_a_forward_inside_of_a_backward_brings_its_input(service: Service) -> None:
-    async def scene(_: Channel, transport: LocalTransport) -> None:
+async def test_a_forward_inside_of_a_backward_brings_its_input(service: Service) -> None:
+    async with playing(service) as (_, transport):
         answer = await (await asked(transport, BackwardRequest(forward=AWAITED, grad_hidden=INPUT))).receive(
             timeout_s=5
         )
         assert isinstance(answer, Failure)
         assert answer.kind == "bad_request"
-
-    play(service, scene)

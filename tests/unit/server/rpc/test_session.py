@@ -6,13 +6,11 @@ import msgspec
 import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeRunner, transport_to
-from session_kit import ADDED, OPEN, ask, play, step_of
+from session_kit import ADDED, OPEN, ask, playing, step_of
 
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
-from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     Failure,
     ForwardRequest,
@@ -23,8 +21,8 @@ from swarm_plugins.transport.messages import (
 )
 
 
-def test_prefill_and_decode_share_one_session(service: Service, runner: FakeRunner) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_prefill_and_decode_share_one_session(service: Service, runner: FakeRunner) -> None:
+    async with playing(service) as (channel, _):
         opened = await ask(channel, OPEN)
         assert isinstance(opened, SessionOpened)
         assert opened.max_tokens == 100
@@ -37,20 +35,16 @@ def test_prefill_and_decode_share_one_session(service: Service, runner: FakeRunn
         assert len(second.hidden_states) == len(second.router_logits) == 1
         assert second.router_blocks == (2,)
         assert runner.open_caches[0].length == 6
-
-    play(service, scene)
     assert runner.open_caches == []
     assert len(service.sessions) == 0
 
 
-def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
+    async with playing(service) as (channel, _):
         # 200 tokens fit in 4 blocks: 3 rows in all 4 blocks get 66 each, in 1 block they would get 266.
         opened = await ask(channel, msgspec.structs.replace(OPEN, batch_size=3))
         assert isinstance(opened, SessionOpened)
         assert opened.max_tokens == 66
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +90,10 @@ def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
         ),
     ],
 )
-def test_wrong_opening_is_refused_and_the_stream_lives_on(
+async def test_wrong_opening_is_refused_and_the_stream_lives_on(
     service: Service, message: Message, kind: str, words: str
 ) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         answer = await ask(channel, message)
         assert isinstance(answer, Failure)
         assert answer.kind == kind
@@ -107,8 +101,6 @@ def test_wrong_opening_is_refused_and_the_stream_lives_on(
             raise AssertionError(answer.message)
         assert isinstance(await ask(channel, OPEN), SessionOpened)
         assert isinstance(await ask(channel, step_of(1, 0)), SessionStepResponse)
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +156,10 @@ def test_wrong_opening_is_refused_and_the_stream_lives_on(
         pytest.param(step_of(1, 4, value=666.0), "internal", "its log says more", id="fault-of-the-server"),
     ],
 )
-def test_wrong_step_is_refused_and_the_session_lives_on(
+async def test_wrong_step_is_refused_and_the_session_lives_on(
     service: Service, runner: FakeRunner, step: Message, kind: str, words: str
 ) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         await ask(channel, step_of(4, 0))
         answer = await ask(channel, step)
@@ -179,13 +171,10 @@ def test_wrong_step_is_refused_and_the_session_lives_on(
         assert runner.open_caches[0].length == 4
         assert isinstance(await ask(channel, step_of(1, 4)), SessionStepResponse)
 
-    play(service, scene)
 
-
-def test_full_budget_is_out_of_memory_and_leaves_the_session(service: Service, runner: FakeRunner) -> None:
+async def test_full_budget_is_out_of_memory_and_leaves_the_session(service: Service, runner: FakeRunner) -> None:
     runner.max_cached = 10
-
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         await ask(channel, step_of(8, 0))
         answer = await ask(channel, step_of(3, 8))
@@ -194,13 +183,10 @@ def test_full_budget_is_out_of_memory_and_leaves_the_session(service: Service, r
         assert "8 used, 3 asked, limit 10" in answer.message
         assert isinstance(await ask(channel, step_of(2, 8)), SessionStepResponse)
 
-    play(service, scene)
 
-
-def test_batch_that_the_budget_cannot_hold_is_out_of_memory(service: Service) -> None:
+async def test_batch_that_the_budget_cannot_hold_is_out_of_memory(service: Service) -> None:
     service.kv_tokens = 256
-
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, msgspec.structs.replace(OPEN, batch_size=4))
         answer = await ask(channel, step_of(65, 0, batch_size=4))
         assert isinstance(answer, Failure)
@@ -208,11 +194,9 @@ def test_batch_that_the_budget_cannot_hold_is_out_of_memory(service: Service) ->
         assert "65 tokens in each of 4 rows, the KV budget of this server has room for 64 in each" in answer.message
         assert isinstance(await ask(channel, step_of(64, 0, batch_size=4)), SessionStepResponse)
 
-    play(service, scene)
 
-
-def test_operations_take_effect_before_the_step(service: Service, runner: FakeRunner) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_operations_take_effect_before_the_step(service: Service, runner: FakeRunner) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         await ask(channel, step_of(8, 0))
         ops = (CacheOp(kind="repeat", indices=(3,)), CacheOp(kind="crop", indices=(6,)))
@@ -224,11 +208,9 @@ def test_operations_take_effect_before_the_step(service: Service, runner: FakeRu
         assert isinstance(answer, SessionStepResponse)
         assert runner.open_caches[0].length == 1
 
-    play(service, scene)
 
-
-def test_fork_copies_the_cache_of_the_same_peer_only(service: Service, runner: FakeRunner) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_fork_copies_the_cache_of_the_same_peer_only(service: Service, runner: FakeRunner) -> None:
+    async with playing(service) as (channel, transport):
         opened = await ask(channel, OPEN)
         assert isinstance(opened, SessionOpened)
         await ask(channel, step_of(4, 0))
@@ -254,11 +236,9 @@ def test_fork_copies_the_cache_of_the_same_peer_only(service: Service, runner: F
         assert isinstance(answer, Failure)
         assert "has 1 rows, the request names 2" in answer.message
 
-    play(service, scene)
 
-
-def test_peer_may_hold_so_many_sessions(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_peer_may_hold_so_many_sessions(service: Service) -> None:
+    async with playing(service) as (channel, transport):
         await ask(channel, OPEN)
         others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(3)]
         answers = [await ask(other, OPEN) for other in others]
@@ -271,52 +251,40 @@ def test_peer_may_hold_so_many_sessions(service: Service) -> None:
             while not isinstance(await ask(others[2], OPEN), SessionOpened):
                 await asyncio.sleep(0.01)
 
-    play(service, scene)
 
-
-def test_silent_session_is_closed(service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_session_is_closed(service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SESSION_LEASE_S", 0.1)
     monkeypatch.setattr(limits, "IDLE_SESSION_S", 0.1)
-
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         assert await channel.receive(timeout_s=5) is None
-
-    play(service, scene)
     assert runner.open_caches == []
 
 
-def test_broken_line_in_mid_step_closes_the_session(service: Service, runner: FakeRunner) -> None:
+async def test_broken_line_in_mid_step_closes_the_session(service: Service, runner: FakeRunner) -> None:
     runner.block_s = 0.2
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         await ask(channel, OPEN)
         await channel.send(step_of(1, 0))
         await asyncio.sleep(0.05)
         await transport.close()
-
-    play(service, scene)
     assert runner.open_caches == []
     assert service.scheduler.num_waiting == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_answer_has_the_clients_dtype(service: Service, dtype: torch.dtype) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_answer_has_the_clients_dtype(service: Service, dtype: torch.dtype) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         answer = await ask(channel, SessionStep(hidden=torch.ones(1, 2, WIDTH, dtype=dtype), cached_tokens=0))
         assert isinstance(answer, SessionStepResponse)
         assert answer.hidden.dtype == dtype
         assert float(answer.hidden[0, 0, 0]) == 1 + ADDED
 
-    play(service, scene)
 
-
-def test_output_that_overflows_the_clients_dtype_is_refused(service: Service) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_output_that_overflows_the_clients_dtype_is_refused(service: Service) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         answer = await ask(channel, SessionStep(hidden=torch.full((1, 1, WIDTH), 65504.0).half(), cached_tokens=0))
         assert isinstance(answer, Failure)  # 65504 + 18 rounds to infinity in float16
         assert answer.kind == "not_finite_output"
-
-    play(service, scene)

@@ -6,13 +6,11 @@ import msgspec
 import pytest
 import torch
 from fake_server import WIDTH
-from session_kit import OPEN, ask, play, step_of
+from session_kit import OPEN, ask, playing, step_of
 
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.server.service import Service
-from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import Failure, Message, SessionOpened, SessionStep, SessionStepResponse
 from swarm_plugins.transport.receipts import check_receipt, first_history, history_after
@@ -37,8 +35,8 @@ def named(answer: Message) -> bytes:
     return answer.receipt.history
 
 
-def test_each_receipt_names_the_opening_and_the_steps_before(service: Service) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_each_receipt_names_the_opening_and_the_steps_before(service: Service) -> None:
+    async with playing(service) as (channel, _):
         opened = msgspec.structs.replace(OPEN, prefix=(torch.ones(1, 1, 2, 2),) * 8)
         await ask(channel, opened)
         steps = [
@@ -55,23 +53,19 @@ def test_each_receipt_names_the_opening_and_the_steps_before(service: Service) -
                 check_receipt(IDENTITY.peer_id, step, answer, b"x" * 32)
             _, history = check_receipt(IDENTITY.peer_id, step, answer, history)
 
-    play(service, scene)
 
-
-def test_a_step_that_failed_ends_the_history(service: Service) -> None:
+async def test_a_step_that_failed_ends_the_history(service: Service) -> None:
     # It may be in the cache, or not: evidence that leaves it out, or has it, would accuse an honest server.
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         assert named(await ask(channel, signed_step(2, 0))) == first_history(OPEN)
         failed = signed_step(1, 1, value=666.0, ops=(CacheOp(kind="crop", indices=(1,)),))
         assert isinstance(await ask(channel, failed), Failure)
         assert named(await ask(channel, signed_step(1, 1))) == b""
 
-    play(service, scene)
 
-
-def test_an_answer_that_cannot_be_sent_ends_the_history(service: Service) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_an_answer_that_cannot_be_sent_ends_the_history(service: Service) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         hidden = torch.full((1, 1, WIDTH), 65504.0, dtype=torch.float16)
         failed = SessionStep(hidden=hidden, cached_tokens=0, nonce=NONCE)
@@ -80,21 +74,17 @@ def test_an_answer_that_cannot_be_sent_ends_the_history(service: Service) -> Non
         assert answer.kind == "not_finite_output"
         assert named(await ask(channel, signed_step(1, 1))) == b""
 
-    play(service, scene)
 
-
-def test_a_step_without_a_receipt_ends_the_history(service: Service) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_a_step_without_a_receipt_ends_the_history(service: Service) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         assert named(await ask(channel, signed_step(2, 0))) == first_history(OPEN)
         await ask(channel, step_of(1, 2))
         assert named(await ask(channel, signed_step(1, 3))) == b""
 
-    play(service, scene)
 
-
-def test_a_refused_step_is_no_part_of_the_history(service: Service) -> None:
-    async def scene(channel: Channel, _: LocalTransport) -> None:
+async def test_a_refused_step_is_no_part_of_the_history(service: Service) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         first = signed_step(2, 0)
         await ask(channel, first)
@@ -102,11 +92,9 @@ def test_a_refused_step_is_no_part_of_the_history(service: Service) -> None:
             assert isinstance(await ask(channel, refused), Failure)
         assert named(await ask(channel, signed_step(1, 2))) == history_after(OPEN, [first])
 
-    play(service, scene)
 
-
-def test_a_fork_begins_with_an_opening_that_says_so(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_a_fork_begins_with_an_opening_that_says_so(service: Service) -> None:
+    async with playing(service) as (channel, transport):
         opened = await ask(channel, OPEN)
         assert isinstance(opened, SessionOpened)
         await ask(channel, signed_step(2, 0))
@@ -114,5 +102,3 @@ def test_a_fork_begins_with_an_opening_that_says_so(service: Service) -> None:
         fork = msgspec.structs.replace(OPEN, fork_of=opened.session)
         await ask(other, fork)
         assert named(await ask(other, signed_step(1, 2))) == first_history(fork)
-
-    play(service, scene)

@@ -8,12 +8,11 @@ import threading
 import msgspec
 import pytest
 from fake_server import FakeRunner, transport_to
-from session_kit import OPEN, ask, play, step_of
+from session_kit import OPEN, ask, playing, step_of
 
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     Failure,
     Message,
@@ -22,13 +21,12 @@ from swarm_plugins.transport.messages import (
 )
 
 
-def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens in 4 blocks; one peer gets 358 of them, in pages of 64.
     service.kv_tokens = 512
     monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.7)
     service.max_session_tokens = 200
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         other = await transport.open("server", "rpc_session", timeout_s=5)
         for one in (channel, other):
             assert isinstance(await ask(one, OPEN), SessionOpened)
@@ -48,17 +46,14 @@ def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pytest.Mo
         assert isinstance(await ask(theirs, step_of(60, 0)), SessionStepResponse)
         await stranger.close()
 
-    play(service, scene)
 
-
-def test_steps_at_the_same_time_keep_the_share_too(
+async def test_steps_at_the_same_time_keep_the_share_too(
     service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.kv_tokens = 512
     monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.7)
     service.max_session_tokens = 200
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, transport):
         other = await transport.open("server", "rpc_session", timeout_s=5)
         for one in (channel, other):
             await ask(one, OPEN)
@@ -72,17 +67,15 @@ def test_steps_at_the_same_time_keep_the_share_too(
         assert isinstance(await channel.receive(timeout_s=5), SessionStepResponse)
         assert isinstance(await ask(other, step_of(128, 0)), SessionStepResponse)
 
-    play(service, scene)
 
-
-def test_many_identities_of_one_address_leave_room_for_others(
+async def test_many_identities_of_one_address_leave_room_for_others(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 32 pages of 64 tokens in each of 4 blocks; identities come until one gets no page.
     service.kv_tokens = 2048
     monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.75)
+    async with playing(service):
 
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
         async def hold(peer: str, num_tokens: int) -> Message:
             transports.append(transport_to(service, peer))
             theirs = await transports[-1].open("server", "rpc_session", timeout_s=5)
@@ -103,23 +96,19 @@ def test_many_identities_of_one_address_leave_room_for_others(
         for one in transports:
             await one.close()
 
-    play(service, scene)
 
-
-def test_wide_sessions_take_no_memory_before_their_first_tokens(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+async def test_wide_sessions_take_no_memory_before_their_first_tokens(service: Service) -> None:
+    async with playing(service) as (channel, transport):
         others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(2)]
         for one in (channel, *others):
             assert isinstance(await ask(one, msgspec.structs.replace(OPEN, batch_size=200)), SessionOpened)
         assert service.sessions.held_tokens() == 0
 
-    play(service, scene)
 
-
-def test_a_session_gives_its_room_to_others_when_its_lease_is_over(
+async def test_a_session_gives_its_room_to_others_when_its_lease_is_over(
     service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
+    async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         assert isinstance(await ask(channel, step_of(100, 0)), SessionStepResponse)
         stranger = transport_to(service, "mallory")
@@ -137,6 +126,4 @@ def test_a_session_gives_its_room_to_others_when_its_lease_is_over(
         assert lost.kind == "unknown_session"
         assert "had no step for 0.2 s and gave its room to others: open a new one and replay" in lost.message
         await stranger.close()
-
-    play(service, scene)
     assert runner.open_caches == []

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from fake_server import MAX_POSITIONS, VERSION, WIDTH, Ask, FakeRunner, play
+from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeRunner, playing
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
@@ -40,8 +40,8 @@ def refused(answer: Message, kind: str, words: str) -> None:
         raise AssertionError(answer.message)
 
 
-def test_forward_then_backward_by_ticket_runs_the_blocks_once(service: Service, runner: FakeRunner) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_forward_then_backward_by_ticket_runs_the_blocks_once(service: Service, runner: FakeRunner) -> None:
+    async with playing(service) as ask:
         answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, keep=True, collect_hidden=True))
         assert isinstance(answer, ForwardResponse)
         assert answer.ticket is not None
@@ -55,22 +55,18 @@ def test_forward_then_backward_by_ticket_runs_the_blocks_once(service: Service, 
         again = await ask("rpc_backward", BackwardRequest(ticket=answer.ticket, grad_hidden=GRADIENT))
         refused(again, "unknown_ticket", "send the forward request along")
 
-    play(service, scene)
 
-
-def test_backward_without_ticket_runs_the_forward_again_with_the_same_result(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_backward_without_ticket_runs_the_forward_again_with_the_same_result(service: Service) -> None:
+    async with playing(service) as ask:
         back = await ask("rpc_backward", BackwardRequest(forward=FORWARD, grad_hidden=GRADIENT))
         assert isinstance(back, BackwardResponse)
         assert torch.equal(back.grad_hidden, GRADIENT * FACTOR)
         lost = BackwardRequest(ticket="gone", forward=FORWARD, grad_hidden=GRADIENT)
         assert isinstance(await ask("rpc_backward", lost), BackwardResponse)
 
-    play(service, scene)
 
-
-def test_gradients_of_inner_outputs_count(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_gradients_of_inner_outputs_count(service: Service) -> None:
+    async with playing(service) as ask:
         inner = (torch.zeros_like(GRADIENT), torch.ones_like(GRADIENT), torch.zeros_like(GRADIENT))
         request = BackwardRequest(
             forward=msgspec.structs.replace(FORWARD, collect_hidden=True),
@@ -81,10 +77,8 @@ def test_gradients_of_inner_outputs_count(service: Service) -> None:
         assert isinstance(back, BackwardResponse)
         assert torch.equal(back.grad_hidden, torch.full_like(GRADIENT, 3.0 * 4))
 
-    play(service, scene)
 
-
-def test_gradients_of_adapters_and_prefix_come_back_in_order(service: Service) -> None:
+async def test_gradients_of_adapters_and_prefix_come_back_in_order(service: Service) -> None:
     upload = upload_of(1.0, 2.0)
     prefix = tuple(torch.full((2, 1, 2, 2), 0.5) for _ in range(8))
     request = msgspec.structs.replace(FORWARD, adapters=(upload.digest,), prefix=prefix)
@@ -98,7 +92,7 @@ def test_gradients_of_adapters_and_prefix_come_back_in_order(service: Service) -
                 hidden = hidden + leaf.mean()
         return list(torch.autograd.grad(hidden, leaves, GRADIENT))
 
-    async def scene(ask: Ask) -> None:
+    async with playing(service) as ask:
         refused(await ask("rpc_forward", request), "unknown_adapter", "is not held here for this client: upload it")
         assert await ask("rpc_adapter", upload) == AdapterStored(digest=upload.digest)
         for keep in (True, False):
@@ -121,41 +115,30 @@ def test_gradients_of_adapters_and_prefix_come_back_in_order(service: Service) -
             for got, want in zip((*back.grad_adapters, *back.grad_prefix), reference(), strict=True):
                 assert torch.equal(got, want)
 
-    play(service, scene)
 
-
-def test_ticket_is_of_no_use_to_another_peer(service: Service) -> None:
-    tickets: list[str] = []
-
-    async def alice(ask: Ask) -> None:
-        answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, keep=True))
-        assert isinstance(answer, ForwardResponse)
-        tickets.append(answer.ticket or "")
-
-    async def mallory(ask: Ask) -> None:
-        answer = await ask("rpc_backward", BackwardRequest(ticket=tickets[0], grad_hidden=GRADIENT))
+async def test_ticket_is_of_no_use_to_another_peer(service: Service) -> None:
+    async with playing(service) as ask:
+        kept = await ask("rpc_forward", msgspec.structs.replace(FORWARD, keep=True))
+        assert isinstance(kept, ForwardResponse)
+        assert kept.ticket
+    async with playing(service, client="mallory") as ask:
+        answer = await ask("rpc_backward", BackwardRequest(ticket=kept.ticket, grad_hidden=GRADIENT))
         refused(answer, "unknown_ticket", "not kept here")
-
-    play(service, alice)
-    play(service, mallory, client="mallory")
     assert len(service.activations) == 1
 
 
-def test_graph_over_the_budget_is_not_kept_but_answered(service: Service) -> None:
+async def test_graph_over_the_budget_is_not_kept_but_answered(service: Service) -> None:
     service.activations = ActivationStore(100)
-
-    async def scene(ask: Ask) -> None:
+    async with playing(service) as ask:
         answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, keep=True))
         assert isinstance(answer, ForwardResponse)
         assert answer.ticket is None
         assert torch.equal(answer.hidden, FORWARD.hidden * FACTOR)
-
-    play(service, scene)
     assert service.activations.num_unkept == 1
 
 
-def test_a_graph_that_is_gone_when_its_backward_comes_is_counted_once(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_a_graph_that_is_gone_when_its_backward_comes_is_counted_once(service: Service) -> None:
+    async with playing(service) as ask:
         forward = msgspec.structs.replace(FORWARD, keep=True)
         answer = await ask("rpc_forward", forward)
         assert isinstance(answer, ForwardResponse)
@@ -164,14 +147,12 @@ def test_a_graph_that_is_gone_when_its_backward_comes_is_counted_once(service: S
         refused(await ask("rpc_backward", backward), "unknown_ticket", "not kept here")
         again = msgspec.structs.replace(backward, ticket=None, forward=FORWARD)
         assert isinstance(await ask("rpc_backward", again), BackwardResponse)
-
-    play(service, scene)
     assert service.activations.num_unkept == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_answers_have_the_clients_dtype(service: Service, dtype: torch.dtype) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_answers_have_the_clients_dtype(service: Service, dtype: torch.dtype) -> None:
+    async with playing(service) as ask:
         request = msgspec.structs.replace(FORWARD, hidden=FORWARD.hidden.to(dtype), keep=True)
         answer = await ask("rpc_forward", request)
         assert isinstance(answer, ForwardResponse)
@@ -180,8 +161,6 @@ def test_answers_have_the_clients_dtype(service: Service, dtype: torch.dtype) ->
         assert isinstance(back, BackwardResponse)
         assert back.grad_hidden is not None
         assert back.grad_hidden.dtype == dtype
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(
@@ -256,10 +235,10 @@ def test_answers_have_the_clients_dtype(service: Service, dtype: torch.dtype) ->
         ),
     ],
 )
-def test_wrong_forward_is_refused_and_the_stream_lives_on(
+async def test_wrong_forward_is_refused_and_the_stream_lives_on(
     service: Service, fields: dict[str, object], kind: str, words: str
 ) -> None:
-    async def scene(ask: Ask) -> None:
+    async with playing(service) as ask:
         wrong = msgspec.structs.replace(FORWARD, **fields)
         refused(await ask("rpc_forward", wrong), kind, words)
         refused(await ask("rpc_backward", BackwardRequest(forward=wrong, grad_hidden=GRADIENT)), kind, words)
@@ -267,8 +246,6 @@ def test_wrong_forward_is_refused_and_the_stream_lives_on(
         assert isinstance(
             await ask("rpc_backward", BackwardRequest(forward=FORWARD, grad_hidden=GRADIENT)), BackwardResponse
         )
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(
@@ -287,12 +264,10 @@ def test_wrong_forward_is_refused_and_the_stream_lives_on(
         pytest.param({"forward": None}, "unknown_ticket", "send the forward request along", id="nothing-to-go-back"),
     ],
 )
-def test_wrong_gradient_is_refused(service: Service, fields: dict[str, object], kind: str, words: str) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_wrong_gradient_is_refused(service: Service, fields: dict[str, object], kind: str, words: str) -> None:
+    async with playing(service) as ask:
         request = BackwardRequest(forward=FORWARD, grad_hidden=GRADIENT)
         refused(await ask("rpc_backward", msgspec.structs.replace(request, **fields)), kind, words)
-
-    play(service, scene)
 
 
 @pytest.mark.parametrize(
@@ -305,19 +280,15 @@ def test_wrong_gradient_is_refused(service: Service, fields: dict[str, object], 
         pytest.param({"tensors": (torch.zeros(20_000),)}, "out_of_memory", "80000 bytes, one client may", id="size"),
     ],
 )
-def test_wrong_upload_is_refused(service: Service, fields: dict[str, object], kind: str, words: str) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_wrong_upload_is_refused(service: Service, fields: dict[str, object], kind: str, words: str) -> None:
+    async with playing(service) as ask:
         refused(await ask("rpc_adapter", msgspec.structs.replace(upload_of(1.0), **fields)), kind, words)
         assert isinstance(await ask("rpc_adapter", upload_of(1.0)), AdapterStored)
 
-    play(service, scene)
 
-
-def test_info_says_what_is_served(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
+async def test_info_says_what_is_served(service: Service) -> None:
+    async with playing(service) as ask:
         info = await ask("rpc_info", InfoRequest())
         assert isinstance(info, ServerInfo)
         assert (info.version, info.start, info.end) == (VERSION, 2, 6)
         refused(await ask("rpc_info", FORWARD), "bad_request", "ForwardRequest, expected InfoRequest")
-
-    play(service, scene)
