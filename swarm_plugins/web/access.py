@@ -28,7 +28,7 @@ MAX_BODY_BYTES = 4 << 20
 """Longest request."""
 
 _BODY_S = 30.0
-"""Longest pause within a request."""
+"""Time for a client to send all of a request's body."""
 
 
 def tenant_of(request: Request) -> str:
@@ -94,16 +94,17 @@ class Access:
 
     def _bounded(self, receive: Receive) -> Receive:
         """Raises HTTPException, the only error that FastAPI passes on while it reads a body."""
-        read, is_complete = 0, False
+        read, is_complete, due = 0, False, asyncio.get_running_loop().time() + _BODY_S
 
         async def next_message() -> Message:
             nonlocal read, is_complete
             try:
                 # After the body, only the end of the connection can come, whenever the client leaves.
-                message = await (receive() if is_complete else asyncio.wait_for(receive(), _BODY_S))
+                async with asyncio.timeout_at(None if is_complete else due):
+                    message = await receive()
             except TimeoutError as error:
                 raise HTTPException(
-                    408, f"no part of the request came for {_BODY_S:g} s: send it without a pause"
+                    408, f"the request did not arrive within {_BODY_S:g} s: send it faster, or less at once"
                 ) from error
             is_complete = not message.get("more_body", False)
             read += len(message.get("body", b""))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
+import functools
 import ipaddress
 import os
 import signal
@@ -16,14 +16,12 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarm_plugins.errors import ConfigError, printable
+from swarm_plugins.web.connections import Connection, Owing
 
 _BACKLOG = 128
 _MAX_CONNECTIONS = 512
-_HEADERS_S = 20.0
-"""Time for a client to send the head of its request."""
 _END_S = 3
 """Time for open answers when the server ends."""
 
@@ -51,7 +49,7 @@ def serve_app(
         log_level="warning",
         access_log=False,
         server_header=False,
-        http=_Connection,
+        http=functools.partial(Connection, owing=Owing()),  # type: ignore[arg-type]  # called like the class
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_END_S,
     )
@@ -96,35 +94,6 @@ class _OwnNames:
         )
         error = {"error": {"message": message, "type": "invalid_request_error"}}
         await JSONResponse(error, status_code=403)(scope, receive, send)
-
-
-class _Connection(H11Protocol):
-    """Closes if the head of a request does not arrive in time; uvicorn itself would wait forever."""
-
-    _ending: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._keep_time()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._keep_time()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_time()
-
-    def _keep_time(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_time()
-        elif self._ending is None:
-            self._ending = self.loop.call_later(_HEADERS_S, self.transport.close)
-
-    def _stop_time(self) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-            self._ending = None
 
 
 def listen(host: str, port: int) -> socket.socket:

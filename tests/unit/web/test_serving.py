@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,18 +11,24 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import FastAPI
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.web import connections
 from swarm_plugins.web.serving import is_loopback, listen, serve_app
 
 SERVER = """
+import sys
 from fastapi import FastAPI
-from swarm_plugins.web import serving
+from swarm_plugins.web import connections, serving
 from swarm_plugins.web.serving import serve_app
-serving._HEADERS_S = 0.5
+connections._HEADERS_S = float(sys.argv[1])
+connections._MAX_OWING, serving._MAX_CONNECTIONS = 8, 16
 app = FastAPI()
 app.add_api_route("/", lambda: {"is": "there"})
 try:
@@ -31,6 +38,18 @@ except KeyboardInterrupt:
 else:
     print("ended")
 """
+
+
+@contextlib.contextmanager
+def started(headers_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Starts the server; yields its process and address."""
+    command = [sys.executable, "-c", SERVER, str(headers_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 def is_ended_after(address: str, whole: str, half: str) -> bool:
@@ -47,25 +66,66 @@ def is_ended_after(address: str, whole: str, half: str) -> bool:
 
 @pytest.mark.parametrize(("sent", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended")])
 def test_it_answers_until_it_is_asked_to_end(sent: int, said: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
-            assert re.fullmatch(r"http://127\.0\.0\.1:\d+", address)
+    with started(headers_s=0.5) as (process, address):
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", address)
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert answer.read() == b'{"is":"there"}'
+            assert "server" not in answer.headers
+        stranger = urllib.request.Request(address, headers={"Host": "evil.example:80"})
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            urllib.request.urlopen(stranger, timeout=30)
+        assert "is asked as 'evil.example:80'" in refused.value.read().decode()
+        refused.value.close()
+        for whole in ("", "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            assert is_ended_after(address, whole, "GET / HTTP/1.1\r\nHost: loc")
+        os.kill(process.pid, sent)
+        assert process.communicate(timeout=30)[0].strip() == said
+
+
+@pytest.mark.parametrize(
+    "owed",
+    [
+        pytest.param(b"", id="silent"),
+        pytest.param(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n.", id="body"),
+    ],
+)
+def test_connections_that_owe_a_request_keep_out_no_other(owed: bytes) -> None:
+    with started(headers_s=600.0) as (_, address), contextlib.ExitStack() as stack:
+        port = int(address.rpartition(":")[2])
+        silent = []
+        for _ in range(30):
+            silent.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)))
+            silent[-1].sendall(owed)
             with urllib.request.urlopen(address, timeout=30) as answer:
-                assert answer.read() == b'{"is":"there"}'
-                assert "server" not in answer.headers
-            stranger = urllib.request.Request(address, headers={"Host": "evil.example:80"})
-            with pytest.raises(urllib.error.HTTPError, match="403") as refused:
-                urllib.request.urlopen(stranger, timeout=30)
-            assert "is asked as 'evil.example:80'" in refused.value.read().decode()
-            refused.value.close()
-            for whole in ("", "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-                assert is_ended_after(address, whole, "GET / HTTP/1.1\r\nHost: loc")
-            os.kill(process.pid, sent)
-            assert process.communicate(timeout=30)[0].strip() == said
-        finally:
-            process.kill()
+                assert answer.status == 200
+        ended = [_is_ended(one) for one in silent[:-8]]
+        assert all(ended), "the oldest ones end"
+
+
+def _is_ended(connection: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+def test_of_too_many_the_address_with_most_loses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_MAX_OWING", 3)
+    owing = connections.Owing()
+    ended: list[str] = []
+
+    def connection(address: str, name: str) -> Any:
+        found = Mock(address=address)
+        found.transport.close = lambda: ended.append(name)
+        return found
+
+    first = connection("one", "first")
+    for one in (first, connection("two", "second"), connection("two", "third"), connection("one", "fourth")):
+        owing.add(one)
+        owing.add(one)
+    assert ended == ["first"]
+    owing.add(connection("two", "fifth"))
+    assert ended == ["first", "second"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "LOCALHOST", "2130706433"])
