@@ -58,6 +58,11 @@ class SharedState:
     typical: tuple[float, float] = (0.0, 0.0)
     """Median norm of the updates in the last even and in the last odd round; 0 before there was one."""
 
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of the trained tensors."""
+        return tuple(one.shape for one in self.weights)
+
     @cached_property
     def blob(self) -> bytes:
         """All of it, as it travels."""

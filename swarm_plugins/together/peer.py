@@ -19,13 +19,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError, TransportError
 from swarm_plugins.together.blobs import Blobs
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.greetings import Greetings, RunNetwork
-from swarm_plugins.together.outer import Shape, SharedState, read_state, state_bytes, update_bytes
+from swarm_plugins.together.outer import SharedState, read_state, state_bytes, update_bytes
 from swarm_plugins.together.refusals import NotAdmittedError, difference, refused
 from swarm_plugins.together.roster import Place, Roster
 from swarm_plugins.together.rounds import Round
@@ -54,8 +53,8 @@ class RunPeer:
         run_id: Name of the run, for messages.
         seal: Signs as this peer.
         network: Reaches the others, and lists them.
+        own: The state that it begins with, so that other peers can be answered.
         spec: What they must have in common with this one.
-        shapes: Of the trained tensors.
         config: Settings.
     """
 
@@ -64,16 +63,15 @@ class RunPeer:
         run_id: str,
         seal: Seal,
         network: RunNetwork,
+        own: SharedState,
         *,
         spec: RunSpec,
-        shapes: Sequence[Shape],
         config: RunConfig,
     ) -> None:
         self.run_id = run_id
         self.me = seal.peer_id
         self._seal = seal
         self._spec = spec
-        self._shapes = shapes
         self._config = config
         self.progress: tuple[int, int, int] = (0, 0, 0)
         """Round, local steps in it, and samples; written by the trainer."""
@@ -87,7 +85,9 @@ class RunPeer:
             heard=self._heard,
             again_s=min(5.0, config.dead_s / 3),
         )
-        self._round: Round | None = None
+        self.round = Round(own, self.me, config)
+        """The round that this peer is in."""
+        self._blobs.keep(own.blob)
         self._past: set[bytes] = set()
         self._partners: set[str] = set()
         """Peers with whom this one has trained, or whose state it has taken over when it joined."""
@@ -104,17 +104,6 @@ class RunPeer:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def round(self) -> Round:
-        """The round that this peer is in.
-
-        Raises:
-            TransportError: If it has not joined.
-        """
-        if self._round is None:
-            raise TransportError(f"run {self.run_id!r} has not been joined: call join() first")
-        return self._round
-
-    @property
     def living(self) -> dict[str, RunStatus]:
         """The other peers, as they were heard last."""
         return self._roster.living(time.monotonic())
@@ -123,10 +112,6 @@ class RunPeer:
     def is_publisher(self) -> bool:
         """Whether this peer publishes for all."""
         return self._roster.publisher(time.monotonic()) == self.me
-
-    def begin(self, own: SharedState) -> None:
-        """Begins with a state of its own, so that other peers can be answered."""
-        self._enter(own)
 
     async def join(self) -> None:
         """Takes over the state of the run's peers; founds the run with its own state if there are none.
@@ -361,11 +346,11 @@ class RunPeer:
         if best is None or best == self._place():
             return True
         holders = [peer for peer, status in self.living.items() if status.state == best.digest]
-        if not self._blobs.want(best.digest, state_bytes(self._shapes), holders):
+        if not self._blobs.want(best.digest, state_bytes(self.round.shapes), holders):
             if self._blobs.tries(best.digest) >= _MOST_TRIES:
                 self._past.add(best.digest)  # no peer serves it: try another state
             return False
-        state = read_state(self._blobs.get(best.digest) or b"", self._shapes)
+        state = read_state(self._blobs.get(best.digest) or b"", self.round.shapes)
         if state.round != best.round:
             raise ProtocolError(f"a shared state of round {state.round}, announced as one of round {best.round}")
         log.info("run %s: took over the state of round %d from %d peer(s)", self.run_id, state.round, len(holders))
@@ -379,13 +364,11 @@ class RunPeer:
 
     def _enter(self, state: SharedState, *, absent: frozenset[str] = frozenset()) -> None:
         """Begins a round."""
-        before = self._round
-        self._round = Round(state, self.me, self._shapes, self._config, absent)
+        before, self.round = self.round, Round(state, self.me, self._config, absent)
         self._offered = None
+        self._past.add(before.state.digest)
         # Slower peers still fetch the updates of the round before.
-        kept = [] if before is None else [one.blob for one in before.contributions.values()]
-        if before is not None:
-            self._past.add(before.state.digest)
+        kept = [one.blob for one in before.contributions.values()]
         self._blobs.keep_only((*kept, self._blobs.keep(state.blob)))
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarm_plugins.transport.run_messages import RunStatus
@@ -19,13 +18,6 @@ class Place(NamedTuple):
 
     round: int
     digest: bytes
-
-
-@dataclass(frozen=True)
-class _Seen:
-    status: RunStatus
-    at: float
-    """When, in seconds of a steady clock."""
 
 
 class Roster:
@@ -43,25 +35,23 @@ class Roster:
         self._me = me
         self._dead_s = dead_s
         self._max_others = max_peers - 1
-        self._seen: dict[str, _Seen] = {}
+        self._statuses: dict[str, RunStatus] = {}
         self._heard_at: dict[str, float] = {}
-        """Of all peers that have been admitted, those that have left too."""
+        """When, in seconds of a steady clock; of all peers that have been admitted, those that have left too."""
         self._apart: dict[str, float] = {}
 
     def heard(self, peer: str, status: RunStatus, now: float) -> bool:
         """Notes what a peer said of itself; returns False if the run is full."""
-        # Never changed in place: the trainer's thread reads it.
-        forgotten_s = _FORGOTTEN * self._dead_s
-        self._seen = {one: seen for one, seen in self._seen.items() if now - seen.at <= forgotten_s}
-        self._heard_at = {one: at for one, at in self._heard_at.items() if now - at <= forgotten_s}
+        # Never changed in place: the trainer's thread reads them.
+        heard = {one: at for one, at in self._heard_at.items() if now - at <= _FORGOTTEN * self._dead_s}
+        statuses = {one: known for one, known in self._statuses.items() if one in heard}
+        is_full = peer not in statuses and len(self.living(now)) >= self._max_others
         if status.is_leaving:
-            self._seen = {one: seen for one, seen in self._seen.items() if one != peer}
-            return True
-        if peer not in self._seen and len(self.living(now)) >= self._max_others:
-            return False
-        self._seen = {**self._seen, peer: _Seen(status, now)}
-        self._heard_at[peer] = now
-        return True
+            statuses.pop(peer, None)
+        elif not is_full:
+            statuses[peer], heard[peer] = status, now
+        self._heard_at, self._statuses = heard, statuses
+        return status.is_leaving or not is_full
 
     @property
     def known(self) -> frozenset[str]:
@@ -70,7 +60,12 @@ class Roster:
 
     def living(self, now: float) -> dict[str, RunStatus]:
         """Returns the peers that have been heard of lately."""
-        return {peer: seen.status for peer, seen in self._seen.items() if now - seen.at <= self._dead_s}
+        heard = self._heard_at
+        return {
+            peer: status
+            for peer, status in self._statuses.items()
+            if now - heard.get(peer, float("-inf")) <= self._dead_s
+        }
 
     def turn(self, round_: int, peers: Iterable[str]) -> int:
         """Returns how many of some peers come before this one in closing a round: its coordinator is the first."""

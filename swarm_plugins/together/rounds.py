@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.together.config import RunConfig
-from swarm_plugins.together.outer import Shape, SharedState, Update, combine, outer_step, read_update
+from swarm_plugins.together.outer import SharedState, Update, combine, outer_step, read_update
 from swarm_plugins.transport.run_messages import Contribution, RoundRecord, RunStatus
 
 log = logging.getLogger(__name__)
@@ -25,24 +25,16 @@ class Round:
     Args:
         state: The shared state with which the round begins.
         me: Id of this peer.
-        shapes: Of the trained tensors.
         config: Settings.
         absent: Peers that were left out of the round before; they are not waited for until they contribute.
     """
 
-    def __init__(
-        self,
-        state: SharedState,
-        me: str,
-        shapes: Sequence[Shape],
-        config: RunConfig,
-        absent: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, state: SharedState, me: str, config: RunConfig, absent: frozenset[str] = frozenset()) -> None:
         self.state = state
         self._me = me
         self._absent = absent
         self._config = config
-        self.shapes = shapes
+        self.shapes = state.shapes
         self.contributions: dict[str, Contribution] = {}
         """By peer, this one included."""
         self.record: RoundRecord | None = None

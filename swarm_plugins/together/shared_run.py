@@ -134,11 +134,10 @@ class SharedRun:
             self.run_id,
             seal,
             self._node,
+            own,
             spec=self._spec,
-            shapes=self._tensors.shapes,
             config=config,
         )
-        peer.begin(own)
         await self._node.serve({RPC: peer.answer})
         try:
             await peer.join()

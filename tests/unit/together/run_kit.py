@@ -81,12 +81,13 @@ class Trainee:
         self.peer_id = identity.peer_id
         self._random = np.random.default_rng(number)
         seal = Seal(run_hash(run_id), identity, allowed_peers=config.allowed_peers, secret_file=config.secret_file)
+        weights = [self._random.normal(size=shape).astype(np.float32) for shape in SHAPES]
         self.peer = RunPeer(
             run_id,
             seal,
             world.network(self.peer_id),
+            first_state(weights),
             spec=spec,
-            shapes=SHAPES,
             config=config,
         )
         self.digests: dict[int, str] = {}
@@ -97,8 +98,6 @@ class Trainee:
         self._training: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        weights = [self._random.normal(size=shape).astype(np.float32) for shape in SHAPES]
-        self.peer.begin(first_state(weights))
         self.world.handlers[self.peer_id] = {"rpc_run": self.peer.answer}
         await self.peer.join()
         self._note()

@@ -132,7 +132,7 @@ async def far_ahead(world: World) -> Trainee:
     """A stranger that claims to have a state of a late round."""
     hostile = Trainee(world, 9)
     weights = tuple(np.full(shape, 666.0, np.float32) for shape in SHAPES)
-    hostile.peer.begin(SharedState(1 << 50, 0, weights, weights))
+    hostile.peer._enter(SharedState(1 << 50, 0, weights, weights))
     hostile.peer._is_joining = False
     world.handlers[hostile.peer_id] = {"rpc_run": hostile.peer.answer}
     await hostile.peer._greetings.look_up()
