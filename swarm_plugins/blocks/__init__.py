@@ -12,6 +12,7 @@ from swarm_plugins.blocks.runner import SpanRunner, SpanSpec, StepInputs
 from swarm_plugins.blocks.span import Span
 
 SessionCache = KVCache
+"""What a session holds on a server."""
 
 __all__ = [
     "AdapterUse",

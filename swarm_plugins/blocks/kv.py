@@ -92,7 +92,7 @@ class KVCache:
         self._pool = pool
         self._device = device
         self._layouts = {block: layouts[block] for block in blocks if block in layouts}
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._token_bytes = sum(layout.token_bytes for layout in self._layouts.values())
         # Without tokens, and so without memory.
         self._buffers = {
@@ -101,14 +101,9 @@ class KVCache:
         self._is_closed = False
 
     @property
-    def batch_size(self) -> int:
-        """Rows."""
-        return self._batch_size
-
-    @property
     def num_bytes(self) -> int:
         """Bytes taken from the budget."""
-        return self._batch_size * self.capacity * self._token_bytes
+        return self.batch_size * self.capacity * self._token_bytes
 
     def reserve(self, new_tokens: int) -> None:
         """Makes room for ``new_tokens`` more tokens per row, in all blocks at once.
@@ -159,9 +154,9 @@ class KVCache:
         if not rows:
             raise ConfigError("select needs at least one row index")
         for row in rows:
-            if not 0 <= row < self._batch_size:
-                raise ConfigError(f"row index {row} is out of range: the cache has {self._batch_size} rows")
-        if rows != list(range(self._batch_size)):
+            if not 0 <= row < self.batch_size:
+                raise ConfigError(f"row index {row} is out of range: the cache has {self.batch_size} rows")
+        if rows != list(range(self.batch_size)):
             self._move(self.capacity, rows)
 
     def fork(self) -> KVCache:
@@ -171,7 +166,7 @@ class KVCache:
             CapacityError: If the budget has no room for it.
         """
         self._check_open()
-        copy = KVCache(self._pool, self._layouts, self.blocks, self._batch_size, self._device)
+        copy = KVCache(self._pool, self._layouts, self.blocks, self.batch_size, self._device)
         try:
             copy.reserve(self.length)
         except CapacityError:
@@ -196,15 +191,15 @@ class KVCache:
 
     def _cost(self, capacity: int, batch_size: int | None = None) -> int:
         """Bytes needed on top to move to a capacity, while the largest block has both its old and new buffers."""
-        rows = self._batch_size if batch_size is None else batch_size
+        rows = self.batch_size if batch_size is None else batch_size
         largest = max((layout.token_bytes for layout in self._layouts.values()), default=0)
-        old, new = self._batch_size * self.capacity, rows * capacity
+        old, new = self.batch_size * self.capacity, rows * capacity
         # Blocks move one by one: the peak is at the last when growing, at the first when shrinking.
         return max(new - old, 0) * self._token_bytes + largest * min(old, new)
 
     def _move(self, capacity: int, rows: list[int] | None) -> None:
         """Re-allocates all buffers for a capacity and, if given, for other rows."""
-        num_rows = self._batch_size if rows is None else len(rows)
+        num_rows = self.batch_size if rows is None else len(rows)
         cost = self._cost(capacity, num_rows)
         self._pool.reserve(cost)
         before = self.num_bytes
@@ -216,7 +211,7 @@ class KVCache:
             self._pool.release(cost)
             self.close()
             raise
-        self.capacity, self._batch_size = capacity, num_rows
+        self.capacity, self.batch_size = capacity, num_rows
         self._pool.release(cost - (self.num_bytes - before))
 
     def _moved(

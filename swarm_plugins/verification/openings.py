@@ -8,7 +8,7 @@ input and the answer, which both sides know; where it is, the server has fixed b
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _NUM_OTHERS = 1
 """Blocks that are chosen by chance, in addition to the last."""
-Choose = Callable[[range], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,6 @@ async def open_blocks(
     *,
     grad: Tensor | None = None,
     nonce: bytes,
-    choose: Choose = choose_blocks,
 ) -> Opening:
     """Has a server commit to the states of a request, and open those at some blocks.
 
@@ -81,7 +79,7 @@ async def open_blocks(
     channel = await peers.open(peer, "rpc_open")
     try:
         commitment = await peers.exchange(channel, request, Commitment, work="rpc_open", units=units)
-        chosen = tuple(choose(blocks))
+        chosen = tuple(choose_blocks(blocks))
         wanted = state_indices(blocks, chosen, has_grad=grad is not None)
         opened = await peers.exchange(
             channel, OpenRequest(states=wanted), OpenedStates, work="open states", units=units

@@ -79,6 +79,7 @@ def _checked_answer(evidence: Evidence) -> Replay:
     backward = None
     if evidence.backward is not None:
         backward = _read(evidence.backward[0], BackwardRequest), _read(evidence.backward[1], BackwardResponse)
+    # How the server computes is what its receipt says.
     claim = Claim(peer=evidence.peer, kind=Kind("", ""), forward=forward, outputs=outputs, backward=backward)
     receipt = claim.check_receipts()
     if backward is not None:

@@ -79,7 +79,7 @@ def test_a_lie_in_one_block_shows_when_that_block_is_opened(
 ) -> None:
     for chosen, is_caught in ((block, True), (2 + (block - 1) % 4, False)):
         choose = functools.partial(lambda one, blocks: [one if one in blocks else blocks[-1]], chosen)
-        monkeypatch.setattr(openings.open_blocks, "__kwdefaults__", {"grad": None, "choose": choose})
+        monkeypatch.setattr(openings, "choose_blocks", choose)
         with with_liar(deep, Liar("scaled", block=block)) as swarm:
             model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
             with torch.no_grad():
