@@ -55,7 +55,7 @@ def serve(
     ),
     embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
-    """Host a span of a model's blocks for the swarm.
+    """Host a span of a model's blocks for the swarm at --initial-peers, or else for a new one.
 
     Only the tensors of these blocks are read or downloaded. Ctrl-C and SIGTERM let open sessions end first; a second
     signal does not.

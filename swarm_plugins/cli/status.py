@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json as json_format
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from swarm_plugins.cli.support.arguments import Served
 from swarm_plugins.cli.support.config_options import Given, options_of
-from swarm_plugins.cli.support.joining import Client, client_node, client_options, swarm_of
+from swarm_plugins.cli.support.joining import JOINING, client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError, MissingBlocksError
-
-if TYPE_CHECKING:
-    from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.config import NodeConfig
 
 SERVER_TIMEOUT_S = 5.0
 _DRAIN_ANSWER_S = 10.0
@@ -86,7 +84,7 @@ def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, por
         serve_app(app, host, port, lambda url: typer.echo(f"swarm status: {url}/ (Ctrl-C ends it)"), listener=listener)
 
 
-@options_of(Client, without=("identity",))
+@options_of(NodeConfig, only=JOINING)
 def drain(
     given: Given,
     server: Annotated[str, typer.Argument(help="Address of the server, or its peer id.", show_default=False)],

@@ -104,7 +104,7 @@ class NodeConfig(ReachableConfig):
     """
 
     initial_peers: tuple[str, ...] = ()
-    """Addresses of peers to join by, each with ``/p2p/`` and the peer's id. Empty: start a new swarm."""
+    """Addresses of peers to join by, each with ``/p2p/`` and the peer's id."""
 
     discovery: Discovery = "dht"
     """How servers are found. ``static``: the initial peers are the servers; nothing is announced or looked up."""

@@ -41,12 +41,15 @@ def words_of(config: type, *, without: Collection[str] = ()) -> dict[str, str]:
     return {field.name: option_of(field) for field in fields if "_" in field.name}
 
 
-def options_of(config: type, *, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def options_of(
+    config: type, *, only: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Adds an option for each field of a config to a command, whose parameter ``given`` takes what is typed.
 
-    A command may have the options of several configs.
+    A command may have the options of several configs, or of some fields ``only``.
     """
-    fields = [field for field in dataclasses.fields(config) if field.name not in without]
+    known = {field.name: field for field in dataclasses.fields(config) if field.name not in without}
+    fields = [known[name] for name in only or known]
     docs, types = _docs_of(config), get_type_hints(config)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

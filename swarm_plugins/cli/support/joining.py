@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_plugins.cli.support.config_options import Given, options_of, parsed
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.transport.config import Discovery, NodeConfig
+from swarm_plugins.transport.config import NodeConfig
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone.context import SwarmSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class Client:
-    """How a client joins a swarm."""
-
-    initial_peers: tuple[str, ...] = ()
-    """Address to reach the swarm by."""
-
-    discovery: Discovery = "dht"
-    """static: the servers are those at ``initial_peers``; no DHT is asked."""
-
-    secret_file: Path | None = None
-    """Secret of a private swarm, the same for all its peers."""
-
-    identity: Path | None = None
-    """Key file of the peer id, made if it does not exist."""
-
-
-client_options = options_of(Client)
+JOINING = ("initial_peers", "discovery", "secret_file")
+"""Settings of a node that say how it joins a swarm."""
+client_options = options_of(NodeConfig, only=(*JOINING, "identity"))
 
 
 def client_node(given: Given, *, without: Collection[str] = (), advice: str = "") -> NodeConfig:
@@ -46,7 +29,7 @@ def client_node(given: Given, *, without: Collection[str] = (), advice: str = ""
     Raises:
         ConfigError: If there is no address of a swarm, or an address or a file is wrong.
     """
-    fields = {name: value for name, value in parsed(Client, given).items() if name not in without}
+    fields = {name: value for name, value in parsed(NodeConfig, given).items() if name not in without}
     node = NodeConfig(**fields, host_maddrs=())
     if not node.initial_peers and "initial_peers" not in without:
         raise ConfigError(
