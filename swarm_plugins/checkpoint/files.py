@@ -67,7 +67,6 @@ class LocalFiles:
 
     @property
     def label(self) -> str:
-        """The path of the directory."""
         return str(self.directory)
 
     def names(self) -> Sequence[str]:
@@ -78,11 +77,9 @@ class LocalFiles:
             raise CheckpointError(f"the directory {self.label} cannot be listed ({exc.strerror})") from exc
 
     def path(self, file: str) -> Path:
-        """Returns the path of a file."""
         return self.directory / file
 
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
-        """Returns the first bytes of a file and its size."""
         path = self._existing(file)
         try:
             with path.open("rb") as stream:
@@ -95,7 +92,6 @@ class LocalFiles:
         return 0
 
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
-        """Fills all pieces."""
         read_pieces(self._existing(file), pieces, progress)
 
     def _existing(self, file: str) -> Path:

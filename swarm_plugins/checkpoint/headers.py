@@ -57,7 +57,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return self.end - self.start
 
 

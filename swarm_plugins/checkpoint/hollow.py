@@ -122,7 +122,6 @@ class HollowModule(nn.Module):
             own[name] = tensor
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Saves all but the hollow tensors."""
         left_out = self._hollow().keys() | self._non_persistent_buffers_set
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
             if tensor is not None and name not in left_out:

@@ -79,11 +79,9 @@ class HubFiles:
 
     @property
     def label(self) -> str:
-        """Repository and commit."""
         return str(self.version)
 
     def names(self) -> Sequence[str]:
-        """Returns the names of the files of the commit."""
         return self._names
 
     def path(self, file: str) -> Path:

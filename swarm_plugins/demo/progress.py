@@ -28,7 +28,6 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
 

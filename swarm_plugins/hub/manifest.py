@@ -68,7 +68,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"{MANIFEST_FILE} names an impossible base version: {exc}") from exc
 
     def write(self, folder: Path) -> None:
-        """Writes it into a folder."""
         content = msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2)
         (folder / MANIFEST_FILE).write_bytes(content + b"\n")
 

@@ -69,12 +69,10 @@ class Exchange(BaseHTTPRequestHandler):
     content: bytes
 
     def setup(self) -> None:
-        """Registers the connection."""
         super().setup()
         self.hub.track(self.connection)
 
     def finish(self) -> None:
-        """Removes the connection."""
         self.hub.untrack(self.connection)
         super().finish()
 
@@ -138,7 +136,6 @@ class Exchange(BaseHTTPRequestHandler):
 
     @property
     def repo(self) -> Repo:
-        """The repository that the path names."""
         repo = self.hub.store.find(self.parts["repo"])
         if repo is None:
             raise _unknown_repo()
@@ -146,7 +143,6 @@ class Exchange(BaseHTTPRequestHandler):
 
     @property
     def commit(self) -> Commit:
-        """The commit that the path names."""
         revision = self.parts.get("rev") or "main"
         commit = self.repo.find(revision)
         if commit is None:
@@ -155,7 +151,6 @@ class Exchange(BaseHTTPRequestHandler):
 
     @property
     def endpoint(self) -> str:
-        """The Hub's address."""
         return f"http://127.0.0.1:{self.connection.getsockname()[1]}"
 
     def _body(self) -> bytes | None:
@@ -181,7 +176,6 @@ class Exchange(BaseHTTPRequestHandler):
         return bytes(content)
 
     def json_body(self) -> dict[str, Any]:
-        """Returns the JSON object that was sent."""
         try:
             value = json.loads(self.content or b"{}")
         except ValueError:
@@ -191,7 +185,6 @@ class Exchange(BaseHTTPRequestHandler):
         return value
 
     def json(self, value: object, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None) -> None:
-        """Answers with JSON."""
         self.send(status, {"Content-Type": "application/json", **(headers or {})}, json.dumps(value).encode())
 
     def send(self, status: HTTPStatus, headers: Mapping[str, str], body: bytes = b"") -> None:
@@ -201,7 +194,6 @@ class Exchange(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def start(self, status: HTTPStatus, headers: Mapping[str, str], num_bytes: int) -> None:
-        """Sends the head of an answer."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

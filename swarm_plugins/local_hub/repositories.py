@@ -43,7 +43,6 @@ class Blob:
 
     @classmethod
     def of(cls, content: bytes | Path) -> Blob:
-        """Measures and hashes the content."""
         if isinstance(content, bytes):
             return cls(content, len(content), hashlib.sha256(content).hexdigest())
         with content.open("rb") as stream:
@@ -146,12 +145,10 @@ class HubStore:
             return repo
 
     def find(self, repo_id: str) -> Repo | None:
-        """Returns a repository."""
         with self._lock:
             return self._repos.get(repo_id)
 
     def repos(self) -> list[Repo]:
-        """Returns all repositories."""
         with self._lock:
             return list(self._repos.values())
 
@@ -220,7 +217,6 @@ class HubStore:
             self._change(repo, **{kind: {**refs, name: sha}})
 
     def drop_tag(self, repo: Repo, name: str) -> None:
-        """Removes a tag."""
         with self._lock:
             self._change(repo, tags={tag: sha for tag, sha in repo.tags.items() if tag != name})
 

@@ -70,12 +70,10 @@ class HubState:
             self.connections[connection] = threading.current_thread()
 
     def untrack(self, connection: socket.socket) -> None:
-        """Drops a connection that has ended."""
         with self._lock:
             self.connections.pop(connection, None)
 
     def record(self, request: HubRequest) -> None:
-        """Adds a request to `requests`."""
         with self._lock:
             self.requests.append(request)
 
@@ -97,5 +95,4 @@ class HubState:
         return _ANY_USER if self.tokens is None else self.tokens.get(token)
 
     def may_write(self, user: str | None, repo_id: str) -> bool:
-        """Returns whether a user may change a repository."""
         return user is not None and (self.tokens is None or repo_id.split("/")[0] == user)

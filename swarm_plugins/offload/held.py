@@ -57,7 +57,6 @@ class HeldExperts:
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Indices of the blocks whose experts are here."""
         return list(self.layers)
 
     def run(self, block: int, rows: Tensor, spans: Mapping[int, slice], grad: Tensor | None = None) -> Tensor:
@@ -106,7 +105,6 @@ class _Resident:
         self._tensors = tensors
 
     def borrow(self, layer: int, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]]]:
-        """Yields each of the experts."""
         for expert in experts:
             yield expert, self._tensors[ExpertKey(layer, expert)]
 

@@ -71,7 +71,6 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

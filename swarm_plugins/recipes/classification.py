@@ -64,7 +64,6 @@ class PromptClassifier(AdapterTuner):
         self.model = put_on(base, self._adapter)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Logs loss and accuracy of a held-out batch."""
         output = self(**batch)
         hits = (output.logits.argmax(-1) == batch["labels"]).float()  # [B]
         self.log("val_loss", output.loss, batch_size=len(hits))

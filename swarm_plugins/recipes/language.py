@@ -91,6 +91,5 @@ class AdapterTuner(LanguageTuner):
             self.model = put_on(base, self._adapter)
 
     def on_fit_end(self) -> None:
-        """Writes the adapter next to those of earlier runs."""
         if self.output is not None and self.model is not None:
             self.saved = save_adapter(self.model, Path(self.output).expanduser().absolute())

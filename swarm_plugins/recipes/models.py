@@ -63,7 +63,6 @@ class ModelTuner(LanguageTuner):
             self.model = self.make_model().train()
 
     def on_fit_end(self) -> None:
-        """Writes the model next to those of earlier runs."""
         if self.output is not None and self.model is not None:
             # On every rank: a strategy may have divided the weights.
             whole = self.trainer.strategy.lightning_module_state_dict()
@@ -72,7 +71,6 @@ class ModelTuner(LanguageTuner):
                 self.saved = save_whole(Path(self.output).expanduser().absolute(), "the model", self.write)
 
     def write(self, folder: Path) -> None:
-        """Writes model and tokenizer into a new folder."""
         if self.model is not None:
             self.model.save_pretrained(folder, state_dict=self._whole)
             self._tokenizer.save_pretrained(folder)
@@ -160,7 +158,6 @@ class StudentTuner(ModelTuner):
         )
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Returns the callback that adds the distillation term."""
         return [self._distillation]
 
     def write(self, folder: Path) -> None:

@@ -132,7 +132,6 @@ class BoundedCache:
         return len(self._slots.of(layer)) == self.num_experts[layer]
 
     def stats(self) -> OffloadStats:
-        """Returns what has happened so far."""
         with self._lock:
             return self._counters.stats()
 
@@ -284,7 +283,6 @@ class _Loan:
     is_over: bool = False
 
     def held(self) -> list[Slot]:
-        """Returns the slots that it holds."""
         return [*self.used, *self.ready, *self.waiting]
 
     def collect(self) -> None:

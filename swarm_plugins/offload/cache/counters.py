@@ -33,7 +33,6 @@ class Counters:
             uses[expert] += 1
 
     def stats(self) -> OffloadStats:
-        """Returns what was counted."""
         counts = {name: value for name, value in vars(self).items() if name in OffloadStats.__slots__}
         return OffloadStats(
             **counts,

@@ -46,7 +46,6 @@ class Residency:
         self._holds[key.layer][key.expert] -= 1
 
     def is_held(self, key: ExpertKey) -> bool:
-        """Returns whether an expert must not be evicted now."""
         return self._holds[key.layer][key.expert] > 0
 
     def admit(self, key: ExpertKey) -> list[ExpertKey] | None:
@@ -66,7 +65,6 @@ class Residency:
         return victims
 
     def drop(self, key: ExpertKey) -> None:
-        """Forgets a resident expert."""
         self.residents[key.layer].remove(key.expert)
         self.used_bytes -= self._bytes[key.layer]
 

@@ -127,7 +127,6 @@ class Slots:
         self._changed.notify_all()
 
     def clear(self) -> None:
-        """Forgets everything."""
         for slots in self._slots.values():
             for slot in list(slots.values()):
                 self._forget(slot)

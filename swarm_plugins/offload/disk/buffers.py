@@ -128,7 +128,6 @@ class BufferPool:
         self.allocated_bytes = taken_bytes + sum(size * len(buffers) for size, buffers in self._free.items())
 
     def clear(self) -> None:
-        """Drops all free buffers."""
         self._shrink(0)
 
     def _shrink(self, goal_bytes: int) -> None:

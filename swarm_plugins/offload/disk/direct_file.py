@@ -72,7 +72,6 @@ class DirectFile:
         return _identity(os.fstat(self._fd))
 
     def close(self) -> None:
-        """Closes the file; may be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -59,7 +59,6 @@ class ExpertReader:
         return num_bytes
 
     def close(self) -> None:
-        """Closes the files."""
         self._reader.close()
 
 
@@ -81,7 +80,6 @@ class DiskLoader:
         return None
 
     def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, None]:
-        """Reads an expert from disk, see `Loader.load`."""
         form = self._formats[key.layer]
         if form.stored is form.computed:
             return self._reader.read(key, into, job), None
@@ -91,7 +89,6 @@ class DiskLoader:
         return num_bytes, None
 
     def close(self) -> None:
-        """Closes the files."""
         self._reader.close()
 
     def _staging(self, num_bytes: int) -> Tensor:

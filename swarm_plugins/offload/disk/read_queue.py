@@ -98,7 +98,6 @@ class ReadQueue:
             return not job.has_begun
 
     def is_own_thread(self) -> bool:
-        """Returns whether the caller is a reader thread."""
         return threading.current_thread() in self._threads
 
     def stop(self) -> None:

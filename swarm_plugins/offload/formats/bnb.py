@@ -46,7 +46,6 @@ class Int8Matrix(MatrixFormat):
 
     @property
     def stored(self) -> tuple[Part, ...]:
-        """Codes and scales."""
         return (Part("codes", torch.int8, self.shape), Part("scales", torch.float32, self.shape[:1]))
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
@@ -57,7 +56,6 @@ class Int8Matrix(MatrixFormat):
         return {"codes": codes, "scales": scales}
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """Multiplies rows ``[T, in]``: ``[T, out]``."""
         codes, scales = parts["codes"], parts["scales"]
         if has_int8_product(rows.device):
             return int8_product(codes, scales, rows)
@@ -68,7 +66,6 @@ class Int8Matrix(MatrixFormat):
         return product.mul_(scales).to(rows.dtype)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns the weight ``[out, in]``."""
         return (parts["codes"].float() * parts["scales"].unsqueeze(1)).to(dtype)
 
 
@@ -157,7 +154,6 @@ class Nf4Matrix(MatrixFormat):
         return product.to(rows.dtype)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns the weight ``[out, in]``."""
         state = _state(parts, dtype if dtype in _FLOATS else torch.float32)
         wide: Tensor = _bitsandbytes().functional.dequantize_4bit(parts["codes"].view(-1, 1), state)
         return wide.to(dtype)[:, : self.shape[1]]

@@ -111,7 +111,6 @@ class QuantizedFormat:
         return found
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
-        """Fills a buffer to compute with from a stored one."""
         self.convert_tensors(self.stored.views(stored), computed)
 
     def convert_tensors(self, stored: Mapping[str, Tensor], computed: Tensor) -> None:
@@ -123,7 +122,6 @@ class QuantizedFormat:
             views[name].copy_(stored[name])
 
     def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
-        """Multiplies rows ``[T, in]`` by a weight: ``[T, out]``."""
         return multiply(self._matrices[name], self._parts(tensors, name), rows)
 
     def _parts(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -141,7 +139,6 @@ class QuantizingFormat:
         self.linear = self._format.linear
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
-        """Quantizes an expert."""
         tensors = self.stored.views(stored)
         if self._is_transposed:
             tensors = turn(tensors)

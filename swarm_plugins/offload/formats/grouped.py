@@ -56,7 +56,6 @@ class GroupedMatrix(MatrixFormat):
 
     @property
     def stored(self) -> tuple[Part, ...]:
-        """Codes and scales."""
         return self._parts(self.bits)
 
     @property
@@ -70,7 +69,6 @@ class GroupedMatrix(MatrixFormat):
         return self.is_for_cpu and not is_native_order()
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
-        """Returns codes and scales."""
         padded = self._padded(weight.detach())
         columns = padded.shape[1]
         chunk = max(_TILE_ROWS, _CHUNK_WEIGHTS // columns // _TILE_ROWS * _TILE_ROWS)
@@ -87,13 +85,11 @@ class GroupedMatrix(MatrixFormat):
         computed["scales"].copy_(stored["scales"])
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """Multiplies rows ``[T, in]``: ``[T, out]``."""
         if not self.is_for_cpu:
             return functional.linear(rows, self.widen(parts, rows.dtype))
         return self._cpu_product(parts, rows).to(rows.dtype)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns the weight ``[out, in]``."""
         if self.is_converted:
             # Only the product knows the order of this CPU's codes.
             identity = torch.eye(self.shape[1], dtype=torch.bfloat16)

@@ -56,7 +56,6 @@ class QuantizedLinear(nn.Linear):
         return result if self.bias is None else result + self.bias.to(result.dtype)
 
     def extra_repr(self) -> str:
-        """Adds the width to what a linear layer prints."""
         return f"{super().extra_repr()}, bits={self.bits}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:

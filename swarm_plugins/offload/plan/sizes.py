@@ -70,7 +70,6 @@ class ModelSizes:
 
     @property
     def largest_expert_bytes(self) -> int:
-        """Of the largest expert."""
         return max(layer.expert_bytes for layer in self.layers)
 
     @property

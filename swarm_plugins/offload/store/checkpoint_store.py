@@ -60,7 +60,6 @@ class CheckpointStore:
         self._files.fetch(info.file for tensor in tensors for group in tensor.groups for info in group)
 
     def stored_layout(self, layer: int) -> BufferLayout:
-        """Returns how an expert of a layer lies in its buffer after reading."""
         return self._layouts[layer]
 
     def is_transposed(self, layer: int) -> bool:

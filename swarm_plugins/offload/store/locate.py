@@ -122,7 +122,6 @@ class _Rules:
         return target, pattern
 
     def is_known(self, target: str) -> bool:
-        """Returns whether the model has such a parameter."""
         return target in self._state
 
     def converter(self, patterns: Sequence[str]) -> Any:

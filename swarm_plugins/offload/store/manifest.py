@@ -99,11 +99,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base_version(self) -> ModelVersion:
-        """The model that was quantized."""
         return ModelVersion.parse(self.base)
 
     def encode(self) -> bytes:
-        """Returns the content of the file."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1) + b"\n"
 
 

@@ -62,7 +62,6 @@ class QuantizedStore:
         self._files.fetch(self._checkpoint.tensors[name].file for name in names)
 
     def stored_layout(self, layer: int) -> BufferLayout:
-        """Returns how an expert of a layer lies in its buffer after reading."""
         return self._layouts[layer]
 
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:

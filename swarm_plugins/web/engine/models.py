@@ -98,7 +98,6 @@ class Models:
         return adapter
 
     def names(self) -> list[str]:
-        """Returns the names that requests can give."""
         return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
 
     def has(self, adapter: str | None) -> bool:

@@ -113,7 +113,6 @@ class Answer:
         raise NotImplementedError
 
     async def response(self, said: AsyncIterator[Said | Ended | Done], *, stream: bool) -> Response:
-        """Returns what is sent."""
         return await event_stream(self._parts(said)) if stream else JSONResponse(await self._whole(said))
 
     async def _parts(self, said: AsyncIterator[Said | Ended | Done]) -> AsyncIterator[dict[str, Any]]:

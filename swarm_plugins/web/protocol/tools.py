@@ -172,7 +172,6 @@ class MessageReader:
         return found
 
     def end(self) -> list[Part]:
-        """Returns the rest."""
         if self._parser is None:
             return []
         try:
