@@ -61,7 +61,7 @@ def find_versions(
     """
     check_repo_id(repo_id)
     api = HfApi(endpoint=endpoint, token=token)
-    commits = {ref.name: ref.target_commit for ref in repo_refs(api, repo_id).tags}
+    commits = repo_refs(api, repo_id).tags
     if not commits:
         raise HubError(
             f"{repo_id} has no versions: each is a git tag, which HubAdapterCallback and `swarm push` make",

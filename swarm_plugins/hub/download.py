@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from huggingface_hub import GitRefs, HfApi, ModelInfo, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import GitRefs, HfApi, ModelInfo, try_to_load_from_cache
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
@@ -76,7 +76,7 @@ def fetch_adapter(
     label, revision = f"{repo_id}@{version}", version
     try:
         if version == "latest":
-            revision = newest_tag(ref.name for ref in repo_refs(api, repo_id, f"load {label}").tags) or "main"
+            revision = newest_tag(repo_refs(api, repo_id, f"load {label}").tags) or "main"
             label = f"{repo_id}@{revision}"
         info = _info(api, repo_id, revision)
     except HubError as exc:
@@ -88,22 +88,12 @@ def fetch_adapter(
     names = [sibling.rfilename for sibling in info.siblings or ()]
     _check_names(label, names)
     # All of one commit, even if another is pushed now.
-    paths = [
-        fetch_file(repo_id, name, revision=str(info.sha), token=token, endpoint=endpoint, cache_dir=cache_dir)
-        for name in _FILES
-        if name in names
-    ]
+    paths = [fetch_file(api, repo_id, name, str(info.sha), cache_dir=cache_dir) for name in _FILES if name in names]
     return open_adapter(next(path.parent for path in paths if path is not None), label=label)
 
 
 def fetch_file(
-    repo_id: str,
-    name: str,
-    *,
-    revision: str,
-    token: str | bool | None = None,
-    endpoint: str | None = None,
-    cache_dir: str | Path | None = None,
+    api: HfApi, repo_id: str, name: str, revision: str, *, cache_dir: str | Path | None = None
 ) -> Path | None:
     """Downloads one file of an adapter into the cache, after checking its size; None if the revision lacks it.
 
@@ -113,9 +103,7 @@ def fetch_file(
     """
 
     def download(revision: str, *, dry_run: bool) -> Any:
-        return hf_hub_download(
-            repo_id, name, revision=revision, token=token, endpoint=endpoint, cache_dir=cache_dir, dry_run=dry_run
-        )
+        return api.hf_hub_download(repo_id, name, revision=revision, cache_dir=cache_dir, dry_run=dry_run)
 
     try:
         with translated_hub_errors(f"read {name} of {repo_id}"):
@@ -137,11 +125,22 @@ def fetch_file(
 
 def read_file(api: HfApi, repo_id: str, name: str, revision: str) -> bytes | None:
     """Returns the content of one file of an adapter; None if the revision lacks it. Raises what `fetch_file` does."""
-    path = fetch_file(repo_id, name, revision=revision, token=api.token, endpoint=api.endpoint)
+    path = fetch_file(api, repo_id, name, revision)
     return None if path is None else path.read_bytes()
 
 
-def repo_refs(api: HfApi, repo_id: str, what: str | None = None) -> GitRefs:
+class Refs(NamedTuple):
+    """Commits by the names of branches and tags."""
+
+    branches: dict[str, str]
+    tags: dict[str, str]
+
+    @classmethod
+    def of(cls, refs: GitRefs) -> Refs:
+        return cls(*({ref.name: ref.target_commit for ref in some} for some in (refs.branches, refs.tags)))
+
+
+def repo_refs(api: HfApi, repo_id: str, what: str | None = None) -> Refs:
     """Returns the branches and tags of a repository; messages begin with ``what``.
 
     Raises:
@@ -149,7 +148,7 @@ def repo_refs(api: HfApi, repo_id: str, what: str | None = None) -> GitRefs:
     """
     what = what or f"list the versions of {repo_id}"
     with translated_hub_errors(what):
-        return within(ANSWER_S, what, lambda: api.list_repo_refs(repo_id))
+        return Refs.of(within(ANSWER_S, what, lambda: api.list_repo_refs(repo_id)))
 
 
 def _info(api: HfApi, repo_id: str, revision: str) -> ModelInfo:
@@ -161,9 +160,8 @@ def _info(api: HfApi, repo_id: str, revision: str) -> ModelInfo:
         if exc.kind != "no revision":
             raise
         refs = repo_refs(api, repo_id)
-        tags = [ref.name for ref in refs.tags]
-        numbered = sorted_tags(tags)
-        known = [*numbered, *sorted(set(tags) - set(numbered)), *(ref.name for ref in refs.branches)]
+        numbered = sorted_tags(refs.tags)
+        known = [*numbered, *sorted(set(refs.tags) - set(numbered)), *refs.branches]
         more = f" and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else ""
         raise HubError(
             f"{what}: no such version; the repository has {', '.join(known[:_MAX_LISTED])}{more}", kind=exc.kind

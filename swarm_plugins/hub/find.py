@@ -145,13 +145,12 @@ def _resolved(api: HfApi, base: str, revision: str) -> str:
 
 def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | None:
     refs = repo_refs(api, model.id)
-    commits = {ref.name: ref.target_commit for ref in refs.tags}
-    tags: list[str | None] = [*sorted_tags(commits)]
+    tags: list[str | None] = [*sorted_tags(refs.tags)]
     if len(tags) > _MAX_TAGS:
         log.info("%s has %d versions; only the newest %d are looked at", model.id, len(tags), _MAX_TAGS)
-    main = next((ref.target_commit for ref in refs.branches if ref.name == "main"), None)
+    main = refs.branches.get("main")
     for tag in tags[:_MAX_TAGS] or [None]:
-        commit = main if tag is None else commits[tag]
+        commit = main if tag is None else refs.tags[tag]
         one = None if commit is None else describe(api, model.id, tag, commit)
         if one is not None and (wanted is None or (one.base is not None and one.base.revision == wanted)):
             return one if main is None else replace(one, results=_results(api, one, main))

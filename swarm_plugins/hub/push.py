@@ -21,7 +21,7 @@ import msgspec
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 from swarm_plugins.errors import CapacityError, CheckpointError, HubError
-from swarm_plugins.hub.download import read_file
+from swarm_plugins.hub.download import Refs, read_file
 from swarm_plugins.hub.folder import CARD_FILE, PushTarget, files_to_push
 from swarm_plugins.hub.names import next_tag
 from swarm_plugins.hub.results import RESULTS_FILE, parse_results
@@ -154,8 +154,8 @@ def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what
 
 
 def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
-    branches = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).branches}
-    card = _card_with_results(api, folder, repo_id, branches.get("main"))
+    main = Refs.of(api.list_repo_refs(repo_id)).branches.get("main")
+    card = _card_with_results(api, folder, repo_id, main)
     with ExitStack() as stack, without_http_advice():
         # The operations can be used once only, so they are made for each try.
         additions = [
@@ -166,9 +166,7 @@ def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
         if card is not None:
             additions.append(CommitOperationAdd(CARD_FILE, io.BytesIO(card.encode())))
         # With the parent given, the Hub refuses if another commit came in between.
-        info = api.create_commit(
-            repo_id, additions, commit_message=f"Publish {folder.name}", parent_commit=branches.get("main")
-        )
+        info = api.create_commit(repo_id, additions, commit_message=f"Publish {folder.name}", parent_commit=main)
     return str(info.oid)
 
 
@@ -198,7 +196,7 @@ def takes_xet(endpoint: str) -> bool:
 
 def _tag(api: HfApi, repo_id: str, commit: str, wanted: str | None) -> str:
     for _ in range(_TAG_ATTEMPTS):
-        tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
+        tags = Refs.of(api.list_repo_refs(repo_id)).tags
         there = [name for name, target in tags.items() if target == commit and wanted in (None, name)]
         if there:
             return there[0]

@@ -60,8 +60,7 @@ class ResultsRepository:
             CheckpointError: If the results cannot be understood.
         """
         what = f"read the results of {self.repo_id}"
-        refs = repo_refs(self._api, self.repo_id, what)
-        commit = next((ref.target_commit for ref in refs.branches if ref.name == "main"), None)
+        commit = repo_refs(self._api, self.repo_id, what).branches.get("main")
         if commit is None:
             raise HubError(f"{what}: the repository has no main branch", kind="no revision")
         content, card = (read_file(self._api, self.repo_id, name, commit) for name in (RESULTS_FILE, CARD_FILE))

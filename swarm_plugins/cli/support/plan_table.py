@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from swarm_plugins.cli.support.options import format_offload
+from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, Planned
 from swarm_plugins.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from swarm_plugins.offload.plan.plan import Planned
 
 
 def print_plan(console: Console, planned: Planned) -> None:
@@ -79,7 +77,7 @@ def _memory_table(planned: Planned) -> Table:
         ("all other weights", sizes.other_bytes),
         (cache, sizes.cache_bytes),
         ("activations, about", sizes.activation_bytes),
-        ("Python and libraries, about", plan.runtime_bytes),
+        ("Python and libraries, about", RUNTIME_BYTES),
     ):
         table.add_row(what, format_bytes(size), format_bytes(size))
     return table

@@ -59,11 +59,6 @@ class OffloadPlan:
         return self.fast_bytes >= self.sizes.expert_bytes
 
     @property
-    def runtime_bytes(self) -> int:
-        """Memory of Python and the libraries, before any model."""
-        return RUNTIME_BYTES
-
-    @property
     def full_memory_bytes(self) -> int:
         """Memory in which every expert would fit."""
         return self.memory_bytes + self.sizes.expert_bytes - (self.config.fast_bytes or 0)
