@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -102,13 +103,11 @@ def fetch_file(
         CapacityError: If the file is larger than any adapter's.
     """
 
-    def download(revision: str, *, dry_run: bool) -> Any:
-        return api.hf_hub_download(repo_id, name, revision=revision, cache_dir=cache_dir, dry_run=dry_run)
-
+    download: Any = functools.partial(api.hf_hub_download, repo_id, name, cache_dir=cache_dir)
     try:
         with translated_hub_errors(f"read {name} of {repo_id}"):
             # Costs no request if the file is in the cache.
-            seen = download(revision, dry_run=True)
+            seen = download(revision=revision, dry_run=True)
             limit = _MAX_BYTES[name]
             if seen.file_size is None or seen.file_size > limit:
                 raise CapacityError(
@@ -116,7 +115,7 @@ def fetch_file(
                     f"most {limit}"
                 )
             # The commit whose size was checked.
-            return Path(download(seen.commit_hash, dry_run=False))
+            return Path(download(revision=seen.commit_hash))
     except HubError as exc:
         if exc.kind == "no file":
             return None
