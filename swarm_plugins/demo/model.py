@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
@@ -19,7 +18,7 @@ from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.demo.dense_model import smollm2
 from swarm_plugins.demo.text import demo_pieces
 from swarm_plugins.demo.upcycling import Variant, calibrate, mixtral_config, write_weights
-from swarm_plugins.demo.writing import new_folder
+from swarm_plugins.demo.writing import make_once, new_folder
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.noise import quiet_loading
 
@@ -30,7 +29,6 @@ _FORMAT = 1
 _CALIBRATION_PIECES = {4: 16, 8: 32}
 """Pieces of text by number of experts: routers alone need less text than fitted experts."""
 _NEEDED_BYTES = 2_500_000_000
-_LOCK_S = 1800.0
 # Thirty layers with another order of additions; measured 5e-5, while a wrong expert changes logits by whole numbers.
 _LOGIT_TOLERANCE = 2e-3
 
@@ -74,23 +72,14 @@ def demo_model(variant: Variant, folder: Path, *, seed: int = 0, source: Path | 
         MissingExtraError: If text or converter are not installed.
     """
     target = folder.expanduser().absolute()
-    found = _made_before(target, variant, seed)
-    if found is not None:
-        return found
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(f"{target}.lock", timeout=_LOCK_S):
-            found = _made_before(target, variant, seed)
-            if found is not None:
-                return found
-            with new_folder(target, needed_bytes=_NEEDED_BYTES, cure="choose another folder") as out:
-                built = _build(variant, out, seed, source or smollm2())
-                (out / _ABOUT_FILE).write_text(json.dumps({"format": _FORMAT, **asdict(built)}, indent=2))
-            return built
-    except Timeout as exc:
-        raise CheckpointError(
-            f"another process has been making {target} for {_LOCK_S:g} s: end it, or delete {target}.lock"
-        ) from exc
+
+    def make() -> BuiltModel:
+        with new_folder(target, needed_bytes=_NEEDED_BYTES, cure="choose another folder") as out:
+            built = _build(variant, out, seed, source or smollm2())
+            (out / _ABOUT_FILE).write_text(json.dumps({"format": _FORMAT, **asdict(built)}, indent=2))
+        return built
+
+    return make_once(target, lambda: _made_before(target, variant, seed), make)
 
 
 def _made_before(target: Path, variant: Variant, seed: int) -> BuiltModel | None:

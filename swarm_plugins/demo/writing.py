@@ -6,13 +6,37 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm_plugins.errors import CheckpointError
+
+T = TypeVar("T")
+_LOCK_S = 1800.0
+
+
+def make_once(target: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:
+    """Returns what is found at a target, or makes it: of several processes that want it at once, only one does.
+
+    Raises:
+        CheckpointError: If another process makes it without end.
+    """
+    if (found := find()) is not None:
+        return found
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{target}.lock", timeout=_LOCK_S):
+            found = find()
+            return make() if found is None else found
+    except Timeout as exc:
+        raise CheckpointError(
+            f"another process has been making {target} for {_LOCK_S:g} s: end it, or delete {target}.lock"
+        ) from exc
 
 
 @contextlib.contextmanager

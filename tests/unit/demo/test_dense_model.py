@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_plugins.demo import dense_model as module
-from swarm_plugins.demo import smollm2
+from swarm_plugins.demo import smollm2, writing
 from swarm_plugins.errors import CheckpointError, MissingExtraError
 
 
@@ -78,9 +78,9 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_another_maker_is_waited_for_so_long_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOCK_S", 0.05)
+    monkeypatch.setattr(writing, "_LOCK_S", 0.05)
     with (
-        module.FileLock(f"{tmp_path / 'model'}.lock"),
+        writing.FileLock(f"{tmp_path / 'model'}.lock"),
         pytest.raises(CheckpointError, match=r"another process has been"),
     ):
         smollm2(tmp_path / "model")
