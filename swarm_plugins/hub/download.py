@@ -102,7 +102,6 @@ def fetch_file(
         HubError: If the Hub refuses, or neither Hub nor cache can be read.
         CapacityError: If the file is larger than any adapter's.
     """
-
     download: Any = functools.partial(api.hf_hub_download, repo_id, name, cache_dir=cache_dir)
     try:
         with translated_hub_errors(f"read {name} of {repo_id}"):
