@@ -8,28 +8,14 @@ and in a group each peer alike. A peer with points is a group of its own, newcom
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from swarm_plugins.recent import Recent
+from swarm_plugins.server.state.points import Points
 
 _MAX_CLOCKS = 4096
 """Clocks remembered; a forgotten one starts at the present."""
-
-
-class Standing(Protocol):
-    """How peers stand to each other."""
-
-    def group(self, peer: str) -> str:
-        """Returns the group in which a peer shares its turns."""
-
-    def weight(self, group: str) -> float:
-        """Returns a group's weight, 1 for newcomers."""
-
-    def served(self, peer: str, work: int) -> None:
-        """Notes work that has been done for a peer: tokens times blocks."""
 
 
 class Waiting(Protocol):
@@ -52,20 +38,29 @@ class _Clocks:
         self._at: Recent[str, float] = Recent(_MAX_CLOCKS)
         self._present = 0.0
 
-    def at(self, name: str) -> float:
-        return max(self._at.get(name, 0.0), self._present)
-
     def advance(self, name: str, amount: float) -> None:
-        start = self.at(name)
-        self._present = start
-        self._at[name] = start + amount
+        self._present = self._start(name)
+        self._at[name] = self._present + amount
+
+    def merged(self, lines: Mapping[str, Iterable[W]], weight: Callable[[str], float] = lambda _: 1.0) -> list[W]:
+        """Merges the names' lines of work by the time at which each piece would start; equals as they came."""
+        tagged: list[tuple[float, W]] = []
+        for name, line in lines.items():
+            start = self._start(name)
+            for item in line:
+                tagged.append((start, item))
+                start += item.num_tokens / weight(name)
+        return [item for _, item in sorted(tagged, key=lambda pair: pair[0])]
+
+    def _start(self, name: str) -> float:
+        return max(self._at.get(name, 0.0), self._present)
 
 
 class Turns:
     """Orders waiting work. Belongs to one thread."""
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+    def __init__(self, points: Points) -> None:
+        self._points = points
         self._groups = _Clocks()
         self._peers: Recent[str, _Clocks] = Recent(_MAX_CLOCKS)
 
@@ -73,46 +68,18 @@ class Turns:
         """Returns all work in the order in which it should run; a peer's own keeps its order."""
         if not waiting or all(item.peer == waiting[0].peer for item in waiting):
             return list(waiting)
-        by_group: dict[str, dict[str, deque[W]]] = {}
+        groups: dict[str, dict[str, list[W]]] = {}
         for item in waiting:
-            peers = by_group.setdefault(self._standing.group(item.peer), {})
-            peers.setdefault(item.peer, deque()).append(item)
-        lines = {group: _merged(peers, self._clocks(group)) for group, peers in by_group.items()}
-        # The second entry keeps equals in the order in which they came.
-        heap = [(self._groups.at(group), index, group) for index, group in enumerate(lines)]
-        heapq.heapify(heap)
-        ordered: list[W] = []
-        while heap:
-            clock, index, group = heap[0]
-            try:
-                item = next(lines[group])
-            except StopIteration:
-                heapq.heappop(heap)
-                continue
-            ordered.append(item)
-            heapq.heapreplace(heap, (clock + item.num_tokens / self._standing.weight(group), index, group))
-        return ordered
+            groups.setdefault(self._points.group(item.peer), {}).setdefault(item.peer, []).append(item)
+        lines = {group: self._clocks(group).merged(peers) for group, peers in groups.items()}
+        return self._groups.merged(lines, self._points.weight)
 
     def had(self, peer: str, num_tokens: int) -> None:
         """Notes that tokens of a peer run."""
-        group = self._standing.group(peer)
-        self._groups.advance(group, num_tokens / self._standing.weight(group))
+        group = self._points.group(peer)
+        self._groups.advance(group, num_tokens / self._points.weight(group))
         self._clocks(group).advance(peer, num_tokens)
 
     def _clocks(self, group: str) -> _Clocks:
         found = self._peers[group] = self._peers.get(group) or _Clocks()
         return found
-
-
-def _merged(peers: dict[str, deque[W]], clocks: _Clocks) -> Iterator[W]:
-    """Yields the work of a group's peers, always of the one that has had least."""
-    heap = [(clocks.at(peer), index, peer) for index, peer in enumerate(peers)]
-    heapq.heapify(heap)
-    while heap:
-        clock, index, peer = heap[0]
-        item = peers[peer].popleft()
-        if peers[peer]:
-            heapq.heapreplace(heap, (clock + item.num_tokens, index, peer))
-        else:
-            heapq.heappop(heap)
-        yield item
