@@ -17,7 +17,7 @@ from swarm_plugins.server.failures import RequestError
 
 
 class HostedSpans:
-    """One or two spans behind one compute thread, one KV budget and one set of stores; fulfils `SpansRunner`.
+    """One or two spans behind one compute thread, one KV budget and one set of stores; a `SpanRunner`.
 
     A request names its blocks, and runs on the span that holds them; the caches of sessions fit every span. Spans are
     added and dropped on the compute thread, between requests.

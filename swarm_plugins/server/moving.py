@@ -12,7 +12,6 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.errors import (
@@ -33,11 +32,11 @@ from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.liveness import Liveness
+from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.startup.placing import Swarm, mobility_of, snapshot_of
+from swarm_plugins.server.startup.placing import mobility_of, snapshot_of
 from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.server.state.gradients import KeptForward
-from swarm_plugins.transport.channel import Opener
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +48,12 @@ _REST_S = 600.0
 """After a move that failed."""
 
 
-class Announcer(Swarm, Opener, Protocol):
-    """What a mover needs of `Presence`."""
-
-
 @dataclass(kw_only=True)
 class Mover:
     """Moves a server's span to where the swarm needs it, for as long as `run` runs."""
 
     config: ServeConfig
-    presence: Announcer
+    presence: Presence
     service: Service
     """What answers requests."""
     spans: HostedSpans

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
-import torch
 
-from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.server import limits
 from swarm_plugins.server.compute.scheduler import Scheduler
-from swarm_plugins.server.compute.work import Interruptible, SchedulerRunner
 from swarm_plugins.server.draining import Draining
+from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.cutting import RunLimits
@@ -44,49 +40,6 @@ class ServiceCounts:
     ``forward``, ``backward``; ``check`` for passes repeated to open their states; ``experts`` for rows of experts."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Requests that were answered with a failure, by its kind."""
-
-
-class SpansRunner(SchedulerRunner, Protocol):
-    """The blocks that a server runs: `HostedSpans`, or those of a test."""
-
-    weights: Collection[int]
-    """Addresses of their own storages."""
-
-    @property
-    def free_tokens(self) -> int:
-        """Tokens that the KV budget still has room for, in all blocks."""
-        ...
-
-    def check_adapter(
-        self, digest: str, spec: AdapterSpec, tensors: tuple[torch.Tensor, ...], run_bytes: int
-    ) -> LoadedAdapter:
-        """Checks an upload against the blocks and the memory of a run, before it is kept."""
-        ...
-
-    def weight_norms(self, adapter: LoadedAdapter) -> tuple[torch.Tensor, ...]:
-        """Returns the norms of weights that an adapter's layers start from; called on the compute thread."""
-        ...
-
-
-class ExpertsRunner(Interruptible, Protocol):
-    """Experts of some blocks, ready to compute. All calls come from one thread."""
-
-    experts: range
-    """Indices of the experts, in each block."""
-    part: tuple[int, int] | None
-    """``(k, n)``: only the k-th of n parts of each expert. None: whole experts."""
-    dtype: torch.dtype
-    device: torch.device
-    hidden_size: int
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Indices of the blocks."""
-
-    def run(
-        self, block: int, rows: torch.Tensor, spans: Mapping[int, slice], grad: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Runs expert-sorted rows ``[N, D]``, or returns the gradients of the rows."""
 
 
 @dataclass(kw_only=True)
@@ -128,7 +81,7 @@ class _Serving:
 class Service(_Serving):
     """Blocks with everything needed to serve them."""
 
-    runner: SpansRunner
+    runner: HostedSpans
     max_session_tokens: int = 32_768
     """Longest sequence of one session."""
     run_limits: RunLimits = field(default_factory=RunLimits)
@@ -172,4 +125,4 @@ class Service(_Serving):
 class ExpertsService(_Serving):
     """Experts of some blocks with everything needed to serve them."""
 
-    held: ExpertsRunner
+    held: HeldExperts

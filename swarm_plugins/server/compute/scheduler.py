@@ -23,14 +23,13 @@ from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
 from swarm_plugins.server.compute.turns import Turns
 from swarm_plugins.server.compute.work import (
     LITTLE,
     Call,
-    Interruptible,
     Load,
-    SchedulerRunner,
     Step,
     Work,
     choose_pack,
@@ -38,6 +37,7 @@ from swarm_plugins.server.compute.work import (
     without_frames,
 )
 from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.state.points import Points
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: SchedulerRunner | Interruptible,
+        runner: HostedSpans | HeldExperts,
         points: Points | None = None,
         *,
         chunk_tokens: int = 1024,
@@ -327,7 +327,7 @@ class Scheduler:
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
         self._busy.begin(time.monotonic())
         try:
-            runner = cast(SchedulerRunner, self._runner)
+            runner = cast(HostedSpans, self._runner)
             device = runner.spec.device
             chunks = [step.chunk(num_tokens).map(lambda tensor: tensor.to(device)) for step, num_tokens in group]
             started = time.monotonic()

@@ -7,27 +7,13 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from swarm_plugins.block_io import SpanOutputs, join_outputs
-from swarm_plugins.blocks.kv import KVPool
-from swarm_plugins.blocks.runner import SpanRunner, StepInputs
+from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server.failures import RequestError
 
 log = logging.getLogger(__name__)
-
-
-class Interruptible(Protocol):
-    """What calls back where other work may run in between."""
-
-    on_block_boundary: Callable[[], None] | None
-
-
-class SchedulerRunner(SpanRunner, Interruptible, Protocol):
-    """A span that calls back between its blocks."""
-
-    pool: KVPool
-    """Counts the memory of the sessions' caches."""
 
 
 class Load(NamedTuple):

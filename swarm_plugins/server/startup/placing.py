@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,8 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.routing.placement import Mobility, Placed
 from swarm_plugins.routing.turns import Snapshot
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.startup.capacity import blocks_that_fit, free_device_bytes
-from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -32,17 +32,6 @@ class Rates(NamedTuple):
     """Tokens per second through one block."""
     network_tokens_s: float
     """Hidden states per second over its network. 0: unknown."""
-
-
-class Swarm(Directory, Protocol):
-    """What the choice needs of `Presence`."""
-
-    @property
-    def peer_id(self) -> str:
-        """Id of this server."""
-
-    async def announce(self, info: Callable[[], ServerInfo]) -> None:
-        """Announces this server."""
 
 
 def snapshot_of(num_blocks: int, infos: Mapping[str, ServerInfo]) -> Snapshot:
@@ -88,7 +77,7 @@ def mobility_of(config: ServeConfig, span_bytes: int) -> Mobility:
 
 
 async def choose_blocks(
-    presence: Swarm,
+    presence: Presence,
     checkpoint: Checkpoint,
     config: ServeConfig,
     describe: Callable[..., ServerInfo],
