@@ -145,12 +145,12 @@ class Charge:
 
     def __init__(self, ledger: Ledger, peer: str) -> None:
         self.num_held = 0
+        self.peer = peer
         self._ledger = ledger
-        self._peer = peer
 
     def claim(self, amount: int) -> None:
         """Counts more for the request; raises like `Ledger.claim`."""
-        self._ledger.claim(self._peer, amount)
+        self._ledger.claim(self.peer, amount)
         self.num_held += amount
 
     def cover(self, amount: int) -> None:
@@ -165,13 +165,13 @@ class Charge:
     def keep_only(self, amount: int) -> None:
         """Releases all but ``amount``, which is held already."""
         surplus, self.num_held = self.num_held - amount, amount
-        self._ledger.release(self._peer, surplus)
+        self._ledger.release(self.peer, surplus)
 
     def release(self) -> None:
         """Releases everything. Idempotent."""
         amount, self.num_held = self.num_held, 0
         if amount:
-            self._ledger.release(self._peer, amount)
+            self._ledger.release(self.peer, amount)
 
     def __enter__(self) -> Charge:
         return self

@@ -18,10 +18,10 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.gradients import KeptForward
+from swarm_plugins.server.state.inbox import Inboxes
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
-from swarm_plugins.server.state.slots import Slots
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -95,8 +95,8 @@ class Service(_Serving):
     """Signs receipts. None: there are none."""
     pushes: Pushes = field(default_factory=Pushes)
     """Hands outputs on to other servers."""
-    slots: Slots = field(default_factory=Slots)
-    """What they hand to this one, but for sessions."""
+    inboxes: Inboxes = field(default_factory=Inboxes)
+    """What they hand to this one."""
 
     @property
     def num_blocks(self) -> int:

@@ -13,48 +13,42 @@ from swarm_plugins.server import limits
 from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite
-from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.rpc.handlers import Answer
 from swarm_plugins.server.service import Service
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import AdapterStored, AdapterUpload, NormsRequest, NormsResponse
 
 _INLINE_BYTES, _INLINE_TENSORS = 1 << 20, 256
 """Up to this size checks of layers that are not built take some milliseconds: not worth another thread."""
 
 
-async def adapter_handler(service: Service, channel: Channel) -> None:
-    """Answers uploads, and requests for norms."""
-    peer = channel.remote_peer
-
-    async def answer(upload: AdapterUpload | NormsRequest, charge: Charge) -> Answer:
-        if isinstance(upload, NormsRequest):
-            return await _norms(service, peer, upload, charge), "none"
-        size = upload.num_bytes
-        if size > service.adapters.peer_bytes:
-            raise RequestError(
-                "out_of_memory",
-                f"the adapter has {size} bytes, one client may hold {service.adapters.peer_bytes} here: "
-                "lower its rank or adapt fewer modules, or use a server that allows more",
-            )
-        charge.claim(size)  # the copy that is kept
-        if size <= _INLINE_BYTES and len(upload.tensors) <= _INLINE_TENSORS and upload.spec.peft is None:
-            adapter = _checked(service, upload)
-        else:
-            adapter = await asyncio.to_thread(_checked, service, upload)
-        service.adapters.put(peer, adapter)
-        return AdapterStored(digest=upload.digest), "none"
-
-    await answer_requests(service, channel, "rpc_adapter", (AdapterUpload, NormsRequest), answer)
+async def answer_adapter(service: Service, upload: AdapterUpload | NormsRequest, charge: Charge) -> Answer:
+    """Holds an upload, or returns norms."""
+    if isinstance(upload, NormsRequest):
+        return await _norms(service, upload, charge), "none"
+    size = upload.num_bytes
+    if size > service.adapters.peer_bytes:
+        raise RequestError(
+            "out_of_memory",
+            f"the adapter has {size} bytes, one client may hold {service.adapters.peer_bytes} here: "
+            "lower its rank or adapt fewer modules, or use a server that allows more",
+        )
+    charge.claim(size)  # the copy that is kept
+    if size <= _INLINE_BYTES and len(upload.tensors) <= _INLINE_TENSORS and upload.spec.peft is None:
+        adapter = _checked(service, upload)
+    else:
+        adapter = await asyncio.to_thread(_checked, service, upload)
+    service.adapters.put(charge.peer, adapter)
+    return AdapterStored(digest=upload.digest), "none"
 
 
-async def _norms(service: Service, peer: str, request: NormsRequest, charge: Charge) -> NormsResponse:
-    with service.adapters.using(peer, [request.digest]) as (adapter,):
+async def _norms(service: Service, request: NormsRequest, charge: Charge) -> NormsResponse:
+    with service.adapters.using(charge.peer, [request.digest]) as (adapter,):
         # Each norm is smaller than one of the factors of its update.
         charge.claim(adapter.num_bytes)
         norms = await service.scheduler.train(
             lambda: tuple(norm.cpu() for norm in service.runner.weight_norms(adapter)),
             timeout_s=limits.REQUEST_TIMEOUT_S,
-            peer=peer,
+            peer=charge.peer,
             load=Load(16, max(1, len(adapter.spec.layers))),
         )
     return NormsResponse(norms=norms)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from swarm_plugins.errors import RemoteError
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import BadRequestError
-from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.rpc.handlers import Answer
 from swarm_plugins.server.service import ExpertsService, Service
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.identity import Identity, is_signed_by
 from swarm_plugins.transport.messages import DrainAccepted, DrainRequest, Failure
@@ -59,20 +58,18 @@ async def ask_to_drain(config: NodeConfig, identity: Identity, *, timeout_s: flo
     raise RemoteError(f"server {identity.peer_id} does not drain: {why}")
 
 
-async def drain_handler(service: Service | ExpertsService, operator: Operator, channel: Channel) -> None:
+async def answer_drain(
+    service: Service | ExpertsService, operator: Operator, request: DrainRequest, _: Charge
+) -> Answer:
     """Answers how many sessions are open; then the server drains."""
-
-    async def answer(request: DrainRequest, _: Charge) -> Answer:
-        identity = operator.identity
-        if not abs(time.time() - request.issued_at) <= _VALID_S:
-            raise BadRequestError("the request to drain is not of this minute: do the clocks agree?")
-        if not is_signed_by(identity.public_key, _signed_bytes(identity.peer_id, request.issued_at), request.signature):
-            raise BadRequestError("the request is not signed with this server's key: give its identity file")
-        operator.ask_to_end()
-        sessions = len(service.sessions) if isinstance(service, Service) else 0
-        return DrainAccepted(sessions=sessions, drain_s=operator.drain_s), "none"
-
-    await answer_requests(service, channel, "rpc_drain", (DrainRequest,), answer)
+    identity = operator.identity
+    if not abs(time.time() - request.issued_at) <= _VALID_S:
+        raise BadRequestError("the request to drain is not of this minute: do the clocks agree?")
+    if not is_signed_by(identity.public_key, _signed_bytes(identity.peer_id, request.issued_at), request.signature):
+        raise BadRequestError("the request is not signed with this server's key: give its identity file")
+    operator.ask_to_end()
+    sessions = len(service.sessions) if isinstance(service, Service) else 0
+    return DrainAccepted(sessions=sessions, drain_s=operator.drain_s), "none"
 
 
 def _signed_bytes(peer_id: str, issued_at: float) -> bytes:

@@ -12,37 +12,31 @@ from swarm_plugins.server import limits
 from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite, checked_output
-from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.rpc.handlers import Answer
 from swarm_plugins.server.service import ExpertsService
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 
 _URGENT_ROWS = 64
 """A forward of so few rows belongs to decode steps: it goes before larger ones."""
 
 
-async def experts_handler(service: ExpertsService, channel: Channel) -> None:
-    """Answers requests of owners."""
-    peer = channel.remote_peer
-
-    async def answer(request: ExpertsRequest, charge: Charge) -> Answer:
-        spans = _checked_spans(service, request)
-        held = service.held
-        row_bytes = held.hidden_size * (2 * request.hidden.element_size() + held.dtype.itemsize)
-        charge.claim(request.rows.shape[0] * row_bytes)
-        is_urgent = request.grad is None and request.rows.shape[0] <= _URGENT_ROWS
-        submit = service.scheduler.call if is_urgent else service.scheduler.train
-        found = await submit(
-            lambda: _run(service, request, spans),
-            timeout_s=limits.REQUEST_TIMEOUT_S,
-            peer=peer,
-            load=Load(request.rows.shape[0] * (1 if request.grad is None else 3), 1),
-        )
-        service.counts.tokens["experts"] += request.rows.shape[0]
-        rows = checked_output(found, request.hidden.dtype, "the output of the experts")
-        return ExpertsResponse(rows=rows), request.reply_codec
-
-    await answer_requests(service, channel, "rpc_experts", (ExpertsRequest,), answer)
+async def answer_experts(service: ExpertsService, request: ExpertsRequest, charge: Charge) -> Answer:
+    """Runs an owner's rows, or returns their gradients."""
+    spans = _checked_spans(service, request)
+    held = service.held
+    row_bytes = held.hidden_size * (2 * request.hidden.element_size() + held.dtype.itemsize)
+    charge.claim(request.rows.shape[0] * row_bytes)
+    is_urgent = request.grad is None and request.rows.shape[0] <= _URGENT_ROWS
+    submit = service.scheduler.call if is_urgent else service.scheduler.train
+    found = await submit(
+        lambda: _run(service, request, spans),
+        timeout_s=limits.REQUEST_TIMEOUT_S,
+        peer=charge.peer,
+        load=Load(request.rows.shape[0] * (1 if request.grad is None else 3), 1),
+    )
+    service.counts.tokens["experts"] += request.rows.shape[0]
+    rows = checked_output(found, request.hidden.dtype, "the output of the experts")
+    return ExpertsResponse(rows=rows), request.reply_codec
 
 
 def _run(service: ExpertsService, request: ExpertsRequest, spans: dict[int, slice]) -> Tensor:

@@ -27,10 +27,10 @@ Answer = tuple[Message, Codec]
 
 async def answer_requests(
     service: Service | ExpertsService,
-    channel: Channel,
     rpc: str,
     kinds: tuple[type[Message], ...],
     answer: Callable[[Any, Charge], Awaitable[Answer]],
+    channel: Channel,
     *,
     idle_s: float | None = None,
 ) -> None:
@@ -100,21 +100,17 @@ async def send_failure(service: Service | ExpertsService, channel: Channel, rpc:
     return True
 
 
-async def info_handler(service: Service | ExpertsService, channel: Channel) -> None:
+async def answer_info(service: Service | ExpertsService, request: InfoRequest | EchoRequest, _: Charge) -> Answer:
     """Answers what is served here, and echoes."""
-
-    async def answer(request: InfoRequest | EchoRequest, _: Charge) -> Answer:
-        if isinstance(request, InfoRequest):
-            return _present_info(service), "none"
-        payload = request.payload
-        if payload.dtype != torch.uint8 or payload.ndim != 1 or payload.nbytes > MAX_ECHO_BYTES:
-            raise BadRequestError(
-                f"the echo has shape {list(payload.shape)} and {payload.dtype}, expected at most [{MAX_ECHO_BYTES}] "
-                "of uint8"
-            )
-        return EchoResponse(payload=payload), "none"
-
-    await answer_requests(service, channel, "rpc_info", (InfoRequest, EchoRequest), answer)
+    if isinstance(request, InfoRequest):
+        return _present_info(service), "none"
+    payload = request.payload
+    if payload.dtype != torch.uint8 or payload.ndim != 1 or payload.nbytes > MAX_ECHO_BYTES:
+        raise BadRequestError(
+            f"the echo has shape {list(payload.shape)} and {payload.dtype}, expected at most [{MAX_ECHO_BYTES}] "
+            "of uint8"
+        )
+    return EchoResponse(payload=payload), "none"
 
 
 def _present_info(service: Service | ExpertsService) -> ServerInfo:

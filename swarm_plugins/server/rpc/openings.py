@@ -46,7 +46,7 @@ async def opening_handler(service: Service, channel: Channel) -> None:
         forward = msgspec.structs.replace(request.forward, collect_hidden=True, collect_router=False, keep=False)
         if request.grad is not None:
             check_hidden(service, request.grad, "grad")
-        with checked_inputs(service, peer, forward, charge) as inputs:
+        with checked_inputs(service, forward, charge) as inputs:
             num_states = (len(inputs.blocks) - 1) * (1 if request.grad is None else 2)
             kept.claim(num_states * inputs.hidden.nbytes)
             found, hashes = await service.scheduler.train(
@@ -57,10 +57,11 @@ async def opening_handler(service: Service, channel: Channel) -> None:
             )
         service.counts.tokens["check"] += inputs.num_tokens
         states.extend(found)
-        return await signed(service, request, Commitment(hashes=hashes)), "none"
+        commitment, _ = await signed(service, request, Commitment(hashes=hashes))
+        return commitment, "none"
 
     with service.ledger.charge(peer) as kept:
-        await answer_requests(service, channel, "rpc_open", (CommitRequest, OpenRequest), answer, idle_s=_IDLE_S)
+        await answer_requests(service, "rpc_open", (CommitRequest, OpenRequest), answer, channel, idle_s=_IDLE_S)
 
 
 def _named(states: Sequence[Tensor], request: OpenRequest) -> tuple[Tensor, ...]:

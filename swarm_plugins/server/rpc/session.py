@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import msgspec
-from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanOutputs
 from swarm_plugins.blocks.kv import KVCache, in_pages
@@ -16,49 +15,36 @@ from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_blocks, check_held, check_prefix, checked_outputs
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.server.rpc.proofs import completed, opening_history, signed_step
-from swarm_plugins.server.rpc.push import pushed_input
+from swarm_plugins.server.rpc.proofs import opening_history
+from swarm_plugins.server.rpc.push import finished, plain_step
 from swarm_plugins.server.rpc.session_memory import admitted, max_tokens, room, too_long
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.inbox import Inbox
 from swarm_plugins.server.state.sessions import Session, apply_ops
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import Codec, PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
-from swarm_plugins.transport.pushed import plain
+from swarm_plugins.transport.messages import PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 
 
 async def session_handler(service: Service, channel: Channel) -> None:
     """Opens a session, answers its steps and closes it with the stream."""
-    async with _Stream(service, channel.remote_peer).living() as stream:
+    with contextlib.ExitStack() as ending:
+        stream = _Stream(service, channel.remote_peer, ending)
         kinds = (SessionOpen, SessionStep)
         idle_s = limits.IDLE_SESSION_S
-        await answer_requests(service, channel, "rpc_session", kinds, stream.answer, idle_s=idle_s)
+        await answer_requests(service, "rpc_session", kinds, stream.answer, channel, idle_s=idle_s)
 
 
 class _Stream:
-    """The state of one stream: no session, then one."""
+    """The state of one stream: no session, then one; ``ending`` closes it, however the stream ends."""
 
-    def __init__(self, service: Service, peer: str) -> None:
+    def __init__(self, service: Service, peer: str, ending: contextlib.ExitStack) -> None:
         self._service = service
         self._peer = peer
+        self._ending = ending
         self._session: Session | None = None
         self._push_to: PushTo | None = None
         """The last one that got an output."""
-
-    @contextlib.asynccontextmanager
-    async def living(self) -> AsyncIterator[_Stream]:
-        """Closes the session at the end, however the stream ends."""
-        try:
-            yield self
-        finally:
-            session, self._session = self._session, None
-            if session is not None:
-                self._service.sessions.remove(session)
-                session.inbox.close()
-                self._service.sessions.release(self._peer)
-                # Behind everything of this session that is still in the queue.
-                self._service.scheduler.post(session.close)
-            if self._push_to is not None:
-                self._service.pushes.forget(self._peer, self._push_to)
+        ending.callback(self._push_only_to, None)
 
     async def answer(self, request: SessionOpen | SessionStep, charge: Charge) -> Answer:
         """Answers one message."""
@@ -86,21 +72,19 @@ class _Stream:
         if prefix_tokens > most:
             raise too_long(service, request.batch_size, prefix_tokens, most)
         history = await opening_history(service, request)
-        with room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens))):
-            service.sessions.reserve(self._peer)
-            try:
-                cache = await self._new_cache(request, blocks)
-                name, key = request.push_name, request.push_key
-                session = Session(self._peer, blocks, cache, push_name=name, push_key=key, history=history)
-                try:
-                    service.sessions.add(session)
-                except BaseException:
-                    service.scheduler.post(session.close)
-                    raise
-            except BaseException:
-                service.sessions.release(self._peer)
-                raise
+        memory = room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens)))
+        with memory, contextlib.ExitStack() as ending:
+            ending.enter_context(service.sessions.counted(self._peer))
+            cache = await self._new_cache(request, blocks)
+            inbox = Inbox(self._peer, request.push_name, request.push_key)
+            session = Session(self._peer, blocks, cache, inbox, history=history)
+            # Behind everything of this session that is still in the queue.
+            ending.callback(service.scheduler.post, session.close)
+            ending.enter_context(service.inboxes.listed(inbox))
+            ending.callback(service.sessions.remove, session)
+            service.sessions.add(session)
             self._session = session
+            self._ending.push(ending.pop_all())
         return SessionOpened(session=session.name, max_tokens=most)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
@@ -140,33 +124,25 @@ class _Stream:
             )
         return lambda: _fork(source, batch_size)
 
-    async def _step(self, session: Session, request: SessionStep, charge: Charge) -> SessionStepResponse:
-        service, is_pushed, push_to = self._service, request.pushed_bytes > 0, request.push_to
+    async def _step(self, session: Session, asked: SessionStep, charge: Charge) -> SessionStepResponse:
+        service = self._service
         check_held(service, session.blocks)
         # Busy from here on, so that its own lease does not end while it waits for its input, or asks for room.
         with session.stepping():
-            hidden = request.hidden
-            if is_pushed:
-                hidden = await pushed_input(session.inbox, hidden, request.pushed_bytes, charge)
-            else:
-                session.inbox.skip()
-            request = plain(request, hidden)
+            request = await plain_step(asked, session.inbox, charge)
             with admitted(service, session, request, charge):
                 outputs, history = await self._run(session, request)
         answer = SessionStepResponse(**msgspec.structs.asdict(checked_outputs(outputs, request.hidden.dtype)))
-        sending = self._push(push_to, answer.hidden, request.reply_codec)
-        answer = await completed(sending, request, answer, is_pushed)
-        return await signed_step(service, session, history, request, answer)
+        if asked.push_to is not None:
+            self._push_only_to(asked.push_to)
+        answer, session.history = await finished(service, asked, request, answer, charge, history)
+        return answer
 
-    async def _push(self, to: PushTo | None, hidden: Tensor, codec: Codec) -> str:
-        """Sends an output on; one session has one output at most on its way."""
-        if to is None:
-            return ""
-        pushes, before = self._service.pushes, self._push_to
-        if before is not None and (before.peer, before.session) != (to.peer, to.session):
-            pushes.forget(self._peer, before)
-        self._push_to = to
-        return await pushes.send(self._peer, to, hidden, codec, self._service.ledger.charge(self._peer))
+    def _push_only_to(self, to: PushTo | None) -> None:
+        """Ends what is on its way elsewhere: one session has one output at most on its way."""
+        before, self._push_to = self._push_to, to
+        if before is not None and (to is None or (before.peer, before.session) != (to.peer, to.session)):
+            self._service.pushes.forget(self._peer, before)
 
     async def _run(self, session: Session, request: SessionStep) -> tuple[SpanOutputs, bytes]:
         """Runs a step; also returns the session's history before it."""

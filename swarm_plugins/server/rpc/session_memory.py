@@ -111,6 +111,7 @@ def room(service: Service, peer: str, asked: int) -> Iterator[None]:
         of_group -= victim.held_tokens if group_of(victim.peer) == group else 0
     for victim in victims:
         sessions.remove(victim)
+        service.inboxes.remove(victim.inbox)
         victim.is_closed = True
         # Before whatever asks for the room: it comes later to the same queue.
         service.scheduler.post(victim.close)

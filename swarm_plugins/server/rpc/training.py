@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
-from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
@@ -25,107 +24,71 @@ from swarm_plugins.server.rpc.checks import (
     checked_outputs,
 )
 from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
-from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.server.rpc.proofs import completed, signed
-from swarm_plugins.server.rpc.push import pushed_input
+from swarm_plugins.server.rpc.handlers import Answer
+from swarm_plugins.server.rpc.push import finished, plain_request
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
-    Codec,
     ForwardRequest,
     ForwardResponse,
-    PushSlot,
-    PushTo,
 )
-from swarm_plugins.transport.pushed import plain
 
 
-async def forward_handler(service: Service, channel: Channel) -> None:
-    """Answers forward requests."""
-    peer = channel.remote_peer
-
-    async def answer(request: ForwardRequest, charge: Charge) -> Answer:
-        timeout_s, push_to, is_pushed = limits.REQUEST_TIMEOUT_S, request.push_to, request.pushed is not None
-        request = plain(request, await _input(service, peer, request.hidden, request.pushed, charge))
-        with checked_inputs(service, peer, request, charge) as inputs:
-            portions = cut_batch(inputs, service.spec, service.run_limits)
-            outputs, ticket = await service.scheduler.train(
-                lambda: _forward(service, peer, portions, keep=request.keep),
-                timeout_s=timeout_s,
-                peer=peer,
-                load=Load(inputs.num_tokens, len(inputs.blocks)),
-            )
-        service.counts.tokens["forward"] += inputs.num_tokens
-        checked = checked_outputs(outputs, request.hidden.dtype)
-        response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
-        sending = _push(service, peer, push_to, response.hidden, request.reply_codec)
-        response = await completed(sending, request, response, is_pushed)
-        return await signed(service, request, response), request.reply_codec
-
-    await answer_requests(service, channel, "rpc_forward", (ForwardRequest,), answer)
+async def answer_forward(service: Service, asked: ForwardRequest, charge: Charge) -> Answer:
+    """Runs blocks without a session."""
+    request = await plain_request(service, asked, charge)
+    with checked_inputs(service, request, charge) as inputs:
+        portions = cut_batch(inputs, service.spec, service.run_limits)
+        outputs, ticket = await service.scheduler.train(
+            lambda: _forward(service, charge.peer, portions, keep=request.keep),
+            timeout_s=limits.REQUEST_TIMEOUT_S,
+            peer=charge.peer,
+            load=Load(inputs.num_tokens, len(inputs.blocks)),
+        )
+    service.counts.tokens["forward"] += inputs.num_tokens
+    checked = checked_outputs(outputs, request.hidden.dtype)
+    response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
+    response, _ = await finished(service, asked, request, response, charge)
+    return response, request.reply_codec
 
 
-async def backward_handler(service: Service, channel: Channel) -> None:
-    """Answers backward requests."""
-    peer = channel.remote_peer
-
-    async def answer(request: BackwardRequest, charge: Charge) -> Answer:
-        push_to, is_pushed = request.push_to, request.pushed is not None
-        request = plain(request, await _input(service, peer, request.grad_hidden, request.pushed, charge))
-        _check_gradients(service, request)
-        dtype = request.grad_hidden.dtype
-        parts: Sequence[KeptForward | Portion] | None = None
-        if request.ticket is not None:
-            parts = service.activations.take(peer, request.ticket)
-        with contextlib.ExitStack() as stack:
-            if parts is None:
-                if request.forward is None:
-                    service.activations.missed()
-                    raise RequestError(
-                        "unknown_ticket",
-                        "the graph of this forward is not kept here any more: send the forward request along",
-                    )
-                inputs = stack.enter_context(checked_inputs(service, peer, request.forward, charge))
-                parts = cut_batch(inputs, service.spec, service.run_limits)
-            charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
-            found = await _backward(service, peer, parts, request)
-        response = _gradient_response(found, dtype)
-        sending = _push(service, peer, push_to, response.grad_hidden, request.reply_codec)
-        response = await completed(sending, request, response, is_pushed)
-        return await signed(service, request, response), request.reply_codec
-
-    await answer_requests(service, channel, "rpc_backward", (BackwardRequest,), answer)
-
-
-async def _input(service: Service, peer: str, sent: Tensor, pushed: PushSlot | None, charge: Charge) -> Tensor:
-    """Returns the input of a request: what was sent along, or what another server pushes for it."""
-    if pushed is None:
-        return sent
-    with service.slots.waiting(peer, pushed) as inbox:
-        return await pushed_input(inbox, sent, pushed.num_bytes, charge)
-
-
-async def _push(service: Service, peer: str, to: PushTo | None, output: Tensor | None, codec: Codec) -> str:
-    """Sends what a request has found on; returns why that failed, if it did."""
-    if to is None or output is None:
-        return ""
-    return await service.pushes.send(peer, to, output, codec, service.ledger.charge(peer))
+async def answer_backward(service: Service, asked: BackwardRequest, charge: Charge) -> Answer:
+    """Returns the gradients of a forward, through its graph if that was kept."""
+    request = await plain_request(service, asked, charge)
+    _check_gradients(service, request)
+    dtype = request.grad_hidden.dtype
+    parts: Sequence[KeptForward | Portion] | None = None
+    if request.ticket is not None:
+        parts = service.activations.take(charge.peer, request.ticket)
+    with contextlib.ExitStack() as stack:
+        if parts is None:
+            if request.forward is None:
+                service.activations.missed()
+                raise RequestError(
+                    "unknown_ticket",
+                    "the graph of this forward is not kept here any more: send the forward request along",
+                )
+            inputs = stack.enter_context(checked_inputs(service, request.forward, charge))
+            parts = cut_batch(inputs, service.spec, service.run_limits)
+        charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
+        found = await _backward(service, charge.peer, parts, request)
+    response, _ = await finished(service, asked, request, _gradient_response(found, dtype), charge)
+    return response, request.reply_codec
 
 
 @contextlib.contextmanager
-def checked_inputs(service: Service, peer: str, request: ForwardRequest, charge: Charge) -> Iterator[SpanInputs]:
+def checked_inputs(service: Service, request: ForwardRequest, charge: Charge) -> Iterator[SpanInputs]:
     """Yields a request's inputs, checked, charged and in the server's dtype; holds its adapters meanwhile."""
     blocks = check_blocks(service, request.version, request.start, request.end)
     check_hidden(service, request.hidden)
     prefix_tokens = check_prefix(service, request.prefix, blocks, request.hidden.shape[0])
     check_batch(service, request, prefix_tokens)
     check_tensors(service, request, blocks, prefix_tokens)
-    with service.adapters.using(peer, request.adapters) as adapters:
+    with service.adapters.using(charge.peer, request.adapters) as adapters:
         charge.claim(forward_bytes(service, request, len(blocks)))
         yield SpanInputs(
             blocks=blocks,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.transport.admission.pushing import is_push_allowed
+from swarm_plugins.transport.messages import PushedHidden
 
 _MAX_AHEAD = 8
 """Steps that may be pushed before their turn; each holds memory of the peer that has pushed it."""
@@ -27,9 +29,19 @@ class _Awaited(NamedTuple):
 
 
 class Inbox:
-    """Pushed hidden states of one session. All its steps are counted from 0, also those that are not pushed."""
+    """Pushed inputs of one session, or of one request without a session.
 
-    def __init__(self, next_step: int = 0) -> None:
+    Args:
+        peer: The client.
+        name: By which others push: a session's name, or the name and step of a request. Empty: none may.
+        key: By which the client lets them.
+        next_step: The first step. All steps of a session are counted from 0, also those that are not pushed.
+    """
+
+    def __init__(self, peer: str, name: Hashable = "", key: bytes = b"", next_step: int = 0) -> None:
+        self.peer = peer
+        self.name = name
+        self.key = key
         self.next_step = next_step
         """The step that the next request is."""
         self._early: dict[int, _Parcel] = {}
@@ -109,57 +121,47 @@ class Inbox:
                 parcel.taken.set_exception(BadRequestError(f"the session has ended before step {step}"))
 
 
-class Receiver(Protocol):
-    """A session, or a request, of a client that lets others push."""
-
-    @property
-    def peer(self) -> str:
-        """The client."""
-
-    @property
-    def push_key(self) -> bytes:
-        """By which it lets them."""
-
-    @property
-    def inbox(self) -> Inbox:
-        """Takes what they push."""
-
-
-R = TypeVar("R", bound=Receiver)
-
-
-class Receivers(Generic[R]):
-    """Finds a receiver by its name and by who may push to it.
+class Inboxes:
+    """Finds an inbox by its name and by who may push to it.
 
     Servers that push to a client's session know its name. So names are a client's own: whoever else uses the same
     keeps nothing from it.
     """
 
     def __init__(self) -> None:
-        self._named: dict[Hashable, dict[str, R]] = {}
+        self._named: dict[Hashable, dict[str, Inbox]] = {}
 
-    def add(self, name: Hashable, receiver: R) -> None:
-        """Lists a receiver.
+    @contextlib.contextmanager
+    def listed(self, inbox: Inbox) -> Iterator[Inbox]:
+        """Lets others push to an inbox, and closes it at the end.
 
         Raises:
             BadRequestError: If its client has another one of this name.
         """
-        if self._named.setdefault(name, {}).setdefault(receiver.peer, receiver) is not receiver:
+        if inbox.name and self._named.setdefault(inbox.name, {}).setdefault(inbox.peer, inbox) is not inbox:
             raise BadRequestError(
-                f"another session or request of this client takes what is pushed to {name!r}: choose random names, "
-                "and count the requests of a slot"
+                f"another session or request of this client takes what is pushed to {inbox.name!r}: choose random "
+                "names, and count the requests of a slot"
             )
+        try:
+            yield inbox
+        finally:
+            self.remove(inbox)
+            inbox.close()
 
-    def remove(self, name: Hashable, receiver: R) -> None:
-        """Forgets a receiver. Idempotent."""
-        named = self._named.get(name, {})
-        if named.get(receiver.peer) is receiver:
-            del named[receiver.peer]
+    def remove(self, inbox: Inbox) -> None:
+        """Lets nothing more be pushed to an inbox. Idempotent."""
+        named = self._named.get(inbox.name, {})
+        if named.get(inbox.peer) is inbox:
+            del named[inbox.peer]
         if not named:
-            self._named.pop(name, None)
+            self._named.pop(inbox.name, None)
 
-    def find(self, name: Hashable, sender: str, step: int, token: bytes) -> R | None:
-        """Returns the receiver of a name to which a peer may push a step; its client may without a token."""
-        named = self._named.get(name, {})
-        allowed = (one for one in named.values() if is_push_allowed(one.push_key, sender, step, token))
-        return named.get(sender) or next(allowed, None)
+    def find(self, pushed: PushedHidden, sender: str) -> Inbox | None:
+        """Returns the inbox to which a peer may push something; its client may without a token."""
+        for name in (pushed.session, (pushed.session, pushed.step)):
+            named = self._named.get(name, {})
+            allowed = (one for one in named.values() if is_push_allowed(one.key, sender, pushed.step, pushed.token))
+            if (found := named.get(sender) or next(allowed, None)) is not None:
+                return found
+        return None

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.server.failures import BadRequestError, RequestError
-from swarm_plugins.server.state.inbox import Inbox, Receivers
-from swarm_plugins.transport.messages import PushedHidden
+from swarm_plugins.server.state.inbox import Inbox
 
 MAX_OPS = 256
 """Most cache operations in one step; clients send a few, a message could hold ten thousands."""
@@ -26,17 +25,13 @@ class Session:
     peer: str
     blocks: range
     cache: KVCache
+    inbox: Inbox
     name: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     is_closed: bool = False
     is_busy: bool = False
     """Whether a step is waiting or running."""
     used_at: float = field(default_factory=time.monotonic)
     """When the last step ended."""
-    push_name: str = ""
-    """What other servers that push to it call it; empty if its client lets none do that."""
-    push_key: bytes = b""
-    """By which it lets them."""
-    inbox: Inbox = field(default_factory=Inbox)
     history: bytes = b""
     """Hash of all that the cache has come from, for receipts; empty since a step whose result is not signed."""
 
@@ -67,7 +62,6 @@ class SessionTable:
     def __init__(self, max_per_peer: int) -> None:
         self.max_per_peer = max_per_peer
         self._sessions: dict[str, Session] = {}
-        self._pushed = Receivers[Session]()
         self._per_peer: Counter[str] = Counter()
         self._growing: Counter[str] = Counter()
 
@@ -75,8 +69,9 @@ class SessionTable:
         """Returns the number of open sessions."""
         return len(self._sessions)
 
-    def reserve(self, peer: str) -> None:
-        """Counts a session of ``peer`` that is about to be opened; ``release`` takes it back.
+    @contextlib.contextmanager
+    def counted(self, peer: str) -> Iterator[None]:
+        """Counts a session of ``peer`` from before it is opened to the end of its stream.
 
         Raises:
             RequestError: ``overloaded`` if the peer has too many.
@@ -88,27 +83,20 @@ class SessionTable:
                 "close some, or batch the sequences",
             )
         self._per_peer[peer] += 1
-
-    def release(self, peer: str) -> None:
-        """Takes back what ``reserve`` counted."""
-        self._per_peer[peer] -= 1
-        if self._per_peer[peer] <= 0:
-            del self._per_peer[peer]
+        try:
+            yield
+        finally:
+            self._per_peer[peer] -= 1
+            if not self._per_peer[peer]:
+                del self._per_peer[peer]
 
     def add(self, session: Session) -> None:
-        """Lists an open session.
-
-        Raises:
-            BadRequestError: If other servers call another one of this client as this one.
-        """
-        if session.push_name:
-            self._pushed.add(session.push_name, session)
+        """Lists an open session."""
         self._sessions[session.name] = session
 
     def remove(self, session: Session) -> None:
         """Forgets a session. Idempotent."""
         self._sessions.pop(session.name, None)
-        self._pushed.remove(session.push_name, session)
 
     def find(self, peer: str, name: str) -> Session:
         """Returns a session of ``peer``.
@@ -120,10 +108,6 @@ class SessionTable:
         if session is None or session.peer != peer or session.is_closed:
             raise RequestError("unknown_session", f"session {name[:64]!r} is not open here: open a new one and replay")
         return session
-
-    def pushed_to(self, pushed: PushedHidden, sender: str) -> Session | None:
-        """Returns the session, whoever owns it, to which a peer may push something."""
-        return self._pushed.find(pushed.session, sender, pushed.step, pushed.token)
 
     def num_outside(self, blocks: range) -> int:
         """Returns how many open sessions need other blocks than these."""

@@ -16,11 +16,7 @@ from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.kv import BlockKV, in_pages
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
-from swarm_plugins.server.rpc.adapter import adapter_handler
-from swarm_plugins.server.rpc.handlers import info_handler
-from swarm_plugins.server.rpc.push import push_handler
-from swarm_plugins.server.rpc.session import session_handler
-from swarm_plugins.server.rpc.training import backward_handler, forward_handler
+from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import Message
@@ -149,15 +145,7 @@ def replace_info(info: ServerInfo, *, load: float) -> ServerInfo:
 
 
 def transport_to(service: Service, client: str = "alice") -> LocalTransport:
-    handlers = {
-        "rpc_info": lambda channel: info_handler(service, channel),
-        "rpc_push": lambda channel: push_handler(service, channel),
-        "rpc_forward": lambda channel: forward_handler(service, channel),
-        "rpc_backward": lambda channel: backward_handler(service, channel),
-        "rpc_session": lambda channel: session_handler(service, channel),
-        "rpc_adapter": lambda channel: adapter_handler(service, channel),
-    }
-    return LocalTransport({"server": handlers}, client=client)
+    return LocalTransport({"server": service_handlers(service)}, client=client)
 
 
 Ask = Callable[[str, Message], Awaitable[Message]]

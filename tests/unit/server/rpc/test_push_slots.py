@@ -60,7 +60,7 @@ async def awaited(
     assert request.pushed is not None
     async with asyncio.timeout(10):
         mine = pushed(step=request.pushed.step)
-        while service.slots.find(mine, "alice") is None:
+        while service.inboxes.find(mine, "alice") is None:
             await asyncio.sleep(0.001)
     return channel
 

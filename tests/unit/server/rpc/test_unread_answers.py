@@ -45,7 +45,7 @@ def test_a_peer_that_does_not_read_is_refused_when_its_answers_fill_its_share() 
         readers = [StuckReader() for _ in range(5)]
         tasks = [
             asyncio.create_task(
-                answer_requests(service, reader, "rpc_experts", (InfoRequest,), answer)  # type: ignore[arg-type]
+                answer_requests(service, "rpc_experts", (InfoRequest,), answer, reader)  # type: ignore[arg-type]
             )
             for reader in readers
         ]
