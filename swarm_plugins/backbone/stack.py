@@ -183,16 +183,9 @@ class RemoteStack:
         self._local = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteStack:
-        twin = RemoteStack(
-            version=self.version,
-            num_blocks=self.num_blocks,
-            local_blocks=self.local_blocks,
-            settings=self.settings,
-            connection=self.connection,
-            model=self.model,
-        )
+        twin = copy.copy(self)  # without live handles
         memo[id(self)] = twin
-        twin.in_tuple = self.in_tuple
+        twin.connection = self.connection
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
 

@@ -49,7 +49,7 @@ def run_frozen(
         weight = _weight_of(stored, is_transposed=module.is_transposed)
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         width = stored.shape[2 if module.is_transposed else 1]
-        result: Tensor = _Products.apply(rows, weight, bias, width, routing.spans())  # type: ignore[no-untyped-call]
+        result: Tensor = _Products.apply(rows, weight, bias, width, routing.spans)  # type: ignore[no-untyped-call]
         for delta in deltas:
             if delta.parameter == name:
                 result = delta.add(rows, result, routing)

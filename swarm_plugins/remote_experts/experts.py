@@ -116,7 +116,7 @@ class RemoteExperts:
 
     def rows(self, block: int, hidden: Tensor, routing: Routing, grad: Tensor | None = None) -> Tensor:
         """Returns outputs of expert-sorted rows, or the gradients of these rows, ``[T * k, D]``."""
-        spans = routing.spans()
+        spans = routing.spans
         here = range(0) if self.own is None else self.own.experts
         elsewhere = {} if self._is_rehearsing else {one: span for one, span in spans.items() if one not in here}
         with torch.no_grad():

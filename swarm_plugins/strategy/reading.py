@@ -1,25 +1,47 @@
-"""Checkpoints are read without running code from them."""
+"""What all strategies have: checkpoints are read without running code from them, and precision is checked at once."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as _Base
+    from lightning.fabric.strategies.strategy import Strategy as _FabricBase
+    from lightning.pytorch.strategies import Strategy as _TrainerBase
 else:
-    _Base = object
+    _FabricBase = _TrainerBase = object
 
 _DAMAGE = (RuntimeError, ValueError)
 """Raised for damaged archives, but also by modules and optimizers that a state does not fit."""
 
 
-class ReadsWeightsOnly(_Base):
+class TrainerStrategyBase(_TrainerBase):
     """A mixin for the strategies of a Trainer."""
+
+    take_precision: Callable[[Any], None]
+    """Takes Lightning's precision plugin, or raises ConfigError."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's precision plugin; checked when it is set, which a Trainer does when it is made."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self.take_precision(plugin)
+        self._precision_plugin = plugin
+
+    @property
+    def _module(self) -> Any:
+        if self.lightning_module is None:
+            raise RuntimeError(
+                "the strategy has no module yet: a Trainer connects it in fit, validate, test or predict"
+            )
+        return self.lightning_module
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint: tensors, numbers and text, wherever it comes from.
@@ -31,6 +53,23 @@ class ReadsWeightsOnly(_Base):
         check_weights_only(weights_only)
         with readable(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=True)
+
+
+class FabricStrategyBase(_FabricBase):
+    """A mixin for the strategies of Fabric."""
+
+    take_precision: Callable[[Any], None]
+    """Takes Lightning's precision plugin, or raises ConfigError."""
+
+    @property
+    def precision(self) -> Any:
+        """Lightning's precision plugin; checked when it is set, which Fabric does when it is made."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        self.take_precision(plugin)
+        self._precision = plugin
 
 
 def check_weights_only(weights_only: bool | None) -> None:

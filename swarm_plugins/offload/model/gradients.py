@@ -58,7 +58,7 @@ class _Experts(torch.autograd.Function):
         ]
         rows = hidden[routing.tokens]  # [T * k, D]
         grad_rows = torch.zeros_like(rows)
-        spans = routing.spans()
+        spans = routing.spans
         adapters = adapters_of(ctx.deltas, routing.tokens, routing.num_tokens, spans)
         with out_of_autocast(hidden.device), closing(ctx.loans.borrow(list(spans), is_backward=True)) as lent:
             for expert, tensors in lent:

@@ -80,7 +80,7 @@ class ExpertLoans:
 
         Results of experts elsewhere are zero.
         """
-        rows, spans = hidden[routing.tokens], routing.spans()
+        rows, spans = hidden[routing.tokens], routing.spans
         adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, spans)
         down: Tensor | None = None
         experts = list(spans)

@@ -12,9 +12,9 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.parallel import gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
-from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember, check_precision
+from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember
 from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
-from swarm_plugins.strategy.reading import check_weights_only, readable
+from swarm_plugins.strategy.reading import FabricStrategyBase, check_weights_only, readable
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -22,7 +22,7 @@ else:
     _Base = object
 
 
-class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
+class ExpertParallelFabricStrategy(ExpertParallelMember, FabricStrategyBase, _Base):
     """Mixed in before the `DDPStrategy` of either package: processes, launcher and collectives are those of DDP."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -30,20 +30,6 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
         self._module: nn.Module = nn.Module()
         # Gradients are sent before an optimizer steps, not in backward.
         self._backward_sync_control = self  # type: ignore[assignment]
-
-    @property
-    def precision(self) -> Any:
-        """Lightning's precision plugin.
-
-        Raises:
-            ConfigError: If it is set to one that cannot work.
-        """
-        return super().precision
-
-    @precision.setter
-    def precision(self, plugin: Any) -> None:
-        check_precision(plugin)
-        self._precision = plugin
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not wrapped in DDP
         """Distributes the experts of a module.

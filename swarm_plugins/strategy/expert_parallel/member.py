@@ -85,6 +85,20 @@ class ExpertParallelMember:
         """Arguments of the DistributedSampler: ranks that share a batch read the same rows."""
         return {"num_replicas": self.world_size // self.tp_size, "rank": self.global_rank // self.tp_size}
 
+    def take_precision(self, plugin: Any) -> None:
+        """Checks Lightning's precision plugin.
+
+        Raises:
+            ConfigError: If it cannot work with experts on other ranks.
+        """
+        name = getattr(plugin, "precision", None)
+        if plugin is not None and ("bitsandbytes" in type(plugin).__name__.lower() or name not in _PRECISIONS):
+            raise ConfigError(
+                f"precision {name!r} ({type(plugin).__name__}) cannot work with strategy 'expert_parallel': float16 "
+                "needs a gradient scaler that decides on all ranks together, and quantized weights cannot be divided; "
+                f"use one of {', '.join(map(repr, _PRECISIONS))}"
+            )
+
     def synchronize(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Makes the gradients that an optimizer uses those of all ranks, once after any number of backward passes.
 
@@ -185,18 +199,3 @@ def unwrapped_optimizer(optimizer: Any) -> Optimizer:
     """Returns the optimizer inside Lightning's wrapper, which hooks of manual optimization get."""
     inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return inner
-
-
-def check_precision(plugin: Any) -> None:
-    """Checks Lightning's precision plugin.
-
-    Raises:
-        ConfigError: If it cannot work with experts on other ranks.
-    """
-    name = getattr(plugin, "precision", None)
-    if plugin is not None and ("bitsandbytes" in type(plugin).__name__.lower() or name not in _PRECISIONS):
-        raise ConfigError(
-            f"precision {name!r} ({type(plugin).__name__}) cannot work with strategy 'expert_parallel': float16 needs "
-            "a gradient scaler that decides on all ranks together, and quantized weights cannot be divided; use one of "
-            f"{', '.join(map(repr, _PRECISIONS))}"
-        )

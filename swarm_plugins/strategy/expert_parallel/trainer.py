@@ -14,9 +14,9 @@ from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.parallel import gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
-from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember, check_precision
+from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember
 from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
-from swarm_plugins.strategy.reading import ReadsWeightsOnly
+from swarm_plugins.strategy.reading import TrainerStrategyBase
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -24,22 +24,16 @@ else:
     _Base = object
 
 
-class ExpertParallelTrainerStrategy(ExpertParallelMember, ReadsWeightsOnly, _Base):
+class ExpertParallelTrainerStrategy(ExpertParallelMember, TrainerStrategyBase, _Base):
     """Mixed in before the `DDPStrategy` of either package: processes, launcher and collectives are those of DDP."""
 
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's precision plugin; it clips gradients by their norm over all ranks.
+    def take_precision(self, plugin: Any) -> None:
+        """Has a precision plugin clip gradients by their norm over all ranks.
 
         Raises:
-            ConfigError: If it is set to one that cannot work.
+            ConfigError: If it cannot work.
         """
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        check_precision(plugin)
-        self._precision_plugin = plugin
+        super().take_precision(plugin)
         if plugin is not None:
             plugin.clip_grad_by_norm = lambda optimizer, limit: self.clip_norm(self._module, optimizer, limit)
             plugin.clip_grad_by_value = lambda optimizer, limit: self.clip_values(self._module, optimizer, limit)
@@ -70,14 +64,6 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, ReadsWeightsOnly, _Bas
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps with the gradients of all ranks; accumulated ones are sent once."""
         return super().optimizer_step(optimizer, self.after(closure, self._module, optimizer), model, **kwargs)
-
-    @property
-    def _module(self) -> Any:
-        if self.lightning_module is None:
-            raise RuntimeError(
-                "the strategy has no module yet: a Trainer connects it in fit, validate, test or predict"
-            )
-        return self.lightning_module
 
     def on_train_start(self) -> None:
         """Checks that all ranks have as many batches."""

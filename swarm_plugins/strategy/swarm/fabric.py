@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from swarm_plugins.strategy.reading import check_weights_only, readable
+from swarm_plugins.strategy.reading import FabricStrategyBase, check_weights_only, readable
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable, has_remote_blocks
 from swarm_plugins.strategy.swarm.joining import make_run
-from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
+from swarm_plugins.strategy.swarm.member import SwarmMember
 from swarm_plugins.strategy.swarm.state import (
     KEY,
     KEY_OF_RUN,
@@ -29,22 +29,12 @@ else:
     _Base = object
 
 
-class FabricStrategy(SwarmMember, _Base):
+class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
     _is_remote = False
     _samples = 0
     _resumed_run: dict[str, Any] | None = None
-
-    @property
-    def precision(self) -> Any:
-        """Lightning's precision plugin; checked when it is set, which Fabric does when it is made."""
-        return super().precision
-
-    @precision.setter
-    def precision(self, plugin: Any) -> None:
-        check_precision(plugin)
-        self._precision = plugin
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
         """Runs inside ``fabric.init_module()``: models loaded there have their blocks on the swarm."""

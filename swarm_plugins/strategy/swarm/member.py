@@ -97,22 +97,21 @@ class SwarmMember:
         """Returns a context in which newly loaded models find the swarm."""
         return contextlib.nullcontext() if self.settings is None else active_swarm(self.settings)
 
+    def take_precision(self, plugin: Any) -> None:
+        """Checks Lightning's precision plugin.
 
-def check_precision(plugin: Any) -> None:
-    """Checks Lightning's precision plugin.
-
-    Raises:
-        ConfigError: If it cannot work with remote blocks.
-    """
-    if "bitsandbytes" in type(plugin).__name__.lower():
-        raise ConfigError(
-            f"precision plugin {type(plugin).__name__} cannot work with strategy 'swarm': it quantizes weights, but "
-            "the blocks' weights are on servers ('swarm serve --quantization' does it there); "
-            f"use precision {' or '.join(map(repr, _PRECISIONS))}"
-        )
-    name = getattr(plugin, "precision", None)
-    if plugin is not None and name not in _PRECISIONS:
-        raise ConfigError(
-            f"precision {name!r} cannot work with strategy 'swarm': hidden states or their gradients would overflow "
-            f"or lose their type on the way; use {' or '.join(map(repr, _PRECISIONS))}"
-        )
+        Raises:
+            ConfigError: If it cannot work with remote blocks.
+        """
+        if "bitsandbytes" in type(plugin).__name__.lower():
+            raise ConfigError(
+                f"precision plugin {type(plugin).__name__} cannot work with strategy 'swarm': it quantizes weights, "
+                "but the blocks' weights are on servers ('swarm serve --quantization' does it there); "
+                f"use precision {' or '.join(map(repr, _PRECISIONS))}"
+            )
+        name = getattr(plugin, "precision", None)
+        if plugin is not None and name not in _PRECISIONS:
+            raise ConfigError(
+                f"precision {name!r} cannot work with strategy 'swarm': hidden states or their gradients would "
+                f"overflow or lose their type on the way; use {' or '.join(map(repr, _PRECISIONS))}"
+            )

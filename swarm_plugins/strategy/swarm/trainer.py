@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from swarm_plugins.strategy.reading import ReadsWeightsOnly
+from swarm_plugins.strategy.reading import TrainerStrategyBase
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable
-from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
+from swarm_plugins.strategy.swarm.member import SwarmMember
 from swarm_plugins.strategy.swarm.running import RunCallback
 from swarm_plugins.strategy.swarm.state import (
     KEY,
@@ -26,24 +24,14 @@ else:
     _Base = object
 
 
-class TrainerStrategy(SwarmMember, ReadsWeightsOnly, _Base):
+class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
-
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's precision plugin; checked when it is set, which a Trainer does when it is made."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        check_precision(plugin)
-        self._precision_plugin = plugin
 
     def setup_environment(self) -> None:
         """Joins the swarm; a run that is trained together is joined when training starts."""
         super().setup_environment()
         if self.run_id is not None:
-            callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[assignment, union-attr]
+            callbacks: list[Any] = self._module.trainer.callbacks
             if not any(isinstance(one, RunCallback) for one in callbacks):
                 callbacks.insert(0, RunCallback(self))
 
@@ -64,14 +52,6 @@ class TrainerStrategy(SwarmMember, ReadsWeightsOnly, _Base):
         if trainer.state.fn == "fit":
             check_trainable(self._module)
         super().setup(trainer)
-
-    @property
-    def _module(self) -> nn.Module:
-        if self.lightning_module is None:
-            raise RuntimeError(
-                "the strategy has no module yet: a Trainer connects it in fit, validate, test or predict"
-            )
-        return self.lightning_module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the trained state."""

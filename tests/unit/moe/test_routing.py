@@ -25,7 +25,7 @@ def test_spans_hold_exactly_the_rows_of_each_expert_that_lives_here(table: list[
         for expert in experts:
             if expert < NUM_EXPERTS:
                 expected.setdefault(expert, []).append(token)
-    found = {expert: sorted(routing.tokens[span].tolist()) for expert, span in routing.spans().items()}
+    found = {expert: sorted(routing.tokens[span].tolist()) for expert, span in routing.spans.items()}
     assert found == expected
 
 
