@@ -13,6 +13,7 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from swarm_plugins.web.protocol.errors import ApiError
+from swarm_plugins.web.protocol.values import ValueCounter
 from swarm_plugins.web.settings import ApiSettings
 
 Scope = MutableMapping[str, Any]
@@ -42,11 +43,13 @@ class Access:
     Args:
         app: What it protects.
         settings: Keys and bounds.
+        max_values: Most values in a body: what follows, on the event loop, takes time for each.
     """
 
-    def __init__(self, app: App, settings: ApiSettings) -> None:
+    def __init__(self, app: App, settings: ApiSettings, max_values: int) -> None:
         self._app = app
         self._settings = settings
+        self._max_values = max_values
         # Compared by their hashes: so no comparison takes longer the more of a key is right.
         self._keys = {_hash(key) for key in settings.api_keys}
         self._running: Counter[str] = Counter()
@@ -57,7 +60,7 @@ class Access:
             return
         try:
             tenant = self._tenant(scope)
-            if tenant and scope["method"] == "POST" and self._running[tenant] >= self._settings.max_running_per_key:
+            if tenant and scope["method"] == "POST" and self._running[tenant] >= self._settings.most_of_a_key:
                 raise ApiError(
                     f"{self._running[tenant]} requests of this key are running, which is the limit: wait for one",
                     status=429,
@@ -95,6 +98,7 @@ class Access:
     def _bounded(self, receive: Receive) -> Receive:
         """Raises HTTPException, the only error that FastAPI passes on while it reads a body."""
         read, is_complete, due = 0, False, asyncio.get_running_loop().time() + _BODY_S
+        values = ValueCounter()
 
         async def next_message() -> Message:
             nonlocal read, is_complete
@@ -107,9 +111,15 @@ class Access:
                     408, f"the request did not arrive within {_BODY_S:g} s: send it faster, or less at once"
                 ) from error
             is_complete = not message.get("more_body", False)
-            read += len(message.get("body", b""))
+            body = message.get("body", b"")
+            read += len(body)
             if read > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the request is longer than {MAX_BODY_BYTES} bytes: send less at once")
+            if b"\0" in body:
+                # In UTF-16, which JSON readers take, quotes and commas could not be told from parts of letters.
+                raise HTTPException(400, "the request is not JSON in UTF-8")
+            if values.add(body) > self._max_values:
+                raise HTTPException(413, f"the request has more than {self._max_values} values: send less at once")
             return message
 
         return next_message

@@ -29,6 +29,8 @@ from swarm_plugins.web.settings import ApiSettings
 from swarm_plugins.web.swarm_state import source_of, state_router
 
 _SWEEP_S = 5.0
+_MAX_VALUES = 1 << 16
+"""In a request, besides the tokens of a prompt that fills the model's context."""
 
 
 def create_app(
@@ -90,7 +92,7 @@ def create_app(
         app.include_router(state_router(source))
     app.include_router(metrics_router(engine))
     app.include_router(page_router(chat=True))
-    app.add_middleware(Access, settings=settings)
+    app.add_middleware(Access, settings=settings, max_values=_MAX_VALUES + prompts.context)
     return app
 
 

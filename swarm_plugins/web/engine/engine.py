@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.fair_lock import FairLock
 from swarm_plugins.web.engine.caches import CacheStore
 from swarm_plugins.web.engine.models import Models
 from swarm_plugins.web.engine.request import Done, Event, Generation
@@ -41,14 +41,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.settings = settings
         self.caches = CacheStore(max_bytes=settings.cache_bytes, token_bytes=_token_bytes(models.base))
-        self.reading = threading.Lock()
-        """Held while text becomes tokens: tokenizers keep settings of a call in themselves."""
+        self.reading = FairLock()
+        """Held while text becomes tokens: tokenizers keep settings of a call in themselves. Keys take turns."""
         self._threads = ThreadPoolExecutor(settings.max_running, thread_name_prefix="swarm-api")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="swarm-api-adapters")
         self._turns = asyncio.Semaphore(settings.max_running)
-        self._turns_of = defaultdict[str, asyncio.Semaphore](
-            lambda: asyncio.Semaphore(settings.max_running_per_key if settings.api_keys else settings.max_running)
-        )
+        self._turns_of = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(settings.most_of_a_key))
         self.waiting = 0
         """Generations that wait their turn."""
         self.running = 0

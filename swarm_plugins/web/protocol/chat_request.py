@@ -209,10 +209,10 @@ async def prepare(body: ChatRequest, tenant: str, engine: Engine, prompts: Promp
     own = getattr(engine.tokenizer, "response_template", None)
     template = own or (found and found.template)
     messages = [message.for_template() for message in body.messages]
-    text = await prompts.text_of(messages, body.offered)
+    text = await prompts.text_of(messages, body.offered, tenant=tenant)
     opened = None
     if body.offered:
-        if template is None or text == await prompts.text_of(messages, []):
+        if template is None or text == await prompts.text_of(messages, [], tenant=tenant):
             raise ApiError(
                 "this model has no tools: its chat template does not mention them, or their calls cannot be read; "
                 "leave tools out",
@@ -223,7 +223,7 @@ async def prepare(body: ChatRequest, tenant: str, engine: Engine, prompts: Promp
             opened = _opening(found)
             text += opened.opening
     grammar = await _grammar(body, opened, engine)
-    tokens = await prompts.of_text(text, special=False)
+    tokens = await prompts.of_text(text, tenant=tenant, special=False)
     wanted = body.max_completion_tokens or body.max_tokens
     generation = body.generation(
         engine,

@@ -88,11 +88,11 @@ def completions_router(engine: Engine, prompts: Prompts) -> APIRouter:
 
 async def _generations(body: CompletionRequest, request: Request, engine: Engine, prompts: Prompts) -> list[Generation]:
     body.check()
-    wanted = body.prompts()
+    tenant, wanted = tenant_of(request), body.prompts()
     answers = body.answers(len(wanted))
     found = []
     for prompt in wanted:
-        tokens = await prompts.of_text(prompt) if isinstance(prompt, str) else prompt
+        tokens = await prompts.of_text(prompt, tenant=tenant) if isinstance(prompt, str) else prompt
         if tokens and max(tokens) >= engine.models.vocabulary:
             raise ApiError(
                 f"the prompt has the token {max(tokens)}; the model has {engine.models.vocabulary}, counted from 0",
@@ -107,7 +107,7 @@ async def _generations(body: CompletionRequest, request: Request, engine: Engine
                 n=answers,
                 logprobs=body.logprobs,
                 score_prompt=bool(body.echo) and body.logprobs is not None,
-                tenant=tenant_of(request),
+                tenant=tenant,
             )
         )
     return found

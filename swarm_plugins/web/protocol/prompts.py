@@ -31,8 +31,8 @@ class Prompts:
         """Characters of the longest token."""
         return max(map(len, self._engine.tokenizer.get_vocab()))
 
-    async def text_of(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
-        """Returns the text of a conversation, up to where the model's answer begins.
+    async def text_of(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, tenant: str) -> str:
+        """Returns the text of a conversation, up to where the model's answer begins; ``tenant``: whose turn that is.
 
         Raises:
             ApiError: If the model's chat template does not take them.
@@ -53,13 +53,14 @@ class Prompts:
             )
 
         try:
-            return await anyio.to_thread.run_sync(read)
+            async with self._engine.reading.turn(tenant):
+                return await anyio.to_thread.run_sync(read)
         except Exception as error:  # a template is a program of the model's
             raise ApiError(
                 f"the model's chat template does not take these messages ({one_line(error)})", param="messages"
             ) from error
 
-    async def of_text(self, text: str, *, special: bool = True) -> list[int]:
+    async def of_text(self, text: str, *, tenant: str, special: bool = True) -> list[int]:
         """Returns the tokens of a text; ``special``: with those that the tokenizer begins a text with."""
         tokenizer: Any = self._engine.tokenizer
 
@@ -70,11 +71,11 @@ class Prompts:
             )
 
         def read() -> list[int]:
-            with self._engine.reading:
-                ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-                return ids
+            ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+            return ids
 
-        ids = await anyio.to_thread.run_sync(read)
+        async with self._engine.reading.turn(tenant):
+            ids = await anyio.to_thread.run_sync(read)
         # A tokenizer that ends each text would end the prompt.
         return ids[:-1] if special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -9,7 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import openai
@@ -20,11 +23,13 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from web_kit import client_of, served
 
+from swarm_plugins.fair_lock import FairLock
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.web import ApiSettings, access, create_app
 from swarm_plugins.web.engine import run
 from swarm_plugins.web.engine.request import Scored
+from swarm_plugins.web.protocol.prompts import Prompts
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a long story."}]
 # Never ends early, so that there is a middle to leave in.
@@ -222,7 +227,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ("/v1/chat/completions", {"response_format": {"type": "text", "exactly": True}}, "'response_format.exactly'"),
         ("/v1/responses", {"text": {"verbosity": "low"}}, "'text.verbosity'"),
         ("/v1/chat/completions", {"reasoning_effort": "high"}, "'reasoning_effort' is not supported"),
-        ("/v1/completions", {"prompt": [1] * 100_000 + [-1]}, "invalid prompt"),
+        ("/v1/completions", {"prompt": [1] * 50_000 + [-1]}, "invalid prompt"),
         ("/v1/completions", {"prompt": "a" * 100_000}, "more than 512 tokens can have"),
         ("/v1/chat/completions", {"messages": [IMAGE]}, "invalid messages.0.content.0.type: Input should be 'text'"),
         (
@@ -292,6 +297,62 @@ def test_a_request_that_stops_half_way_is_ended(url: str, monkeypatch: pytest.Mo
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b" ")  # also one that never pauses
         assert answer.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("prompt", [[1] * 100_000, [[1]] * 40_000, [["a"] * 9] * 9_000])
+def test_a_request_of_too_many_values_is_not_even_parsed(
+    url: str, monkeypatch: pytest.MonkeyPatch, prompt: Any
+) -> None:
+    parsed = list[bool]()
+    monkeypatch.setattr("starlette.requests.Request.json", lambda self: parsed.append(True))
+    answer = httpx2.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == "the request has more than 66048 values: send less at once"
+    assert not parsed
+
+
+def test_a_request_in_utf_16_is_refused(url: str) -> None:
+    content = json.dumps(GOOD["/v1/completions"]).encode("utf-16")
+    answer = httpx2.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the request is not JSON in UTF-8"
+
+
+@pytest.mark.parametrize(("keys", "most"), [((), 8), (("one",), 8), (("one", "two"), 6)])
+def test_one_of_several_keys_cannot_hold_all_runs(keys: tuple[str, ...], most: int) -> None:
+    assert ApiSettings(api_keys=keys).most_of_a_key == most
+    assert ApiSettings(api_keys=keys, max_running=1).most_of_a_key == 1
+    assert ApiSettings(api_keys=keys, max_running_per_key=2).most_of_a_key == 2
+
+
+async def test_long_texts_of_a_key_keep_no_other_from_its_turn() -> None:
+    # One thread makes tokens, so order is what a key waits for.
+    began, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def tokens_of(text: str, **_: Any) -> dict[str, list[int]]:
+        order.append(text)
+        if text == "first long":
+            began.set()
+            assert go_on.wait(30)
+        return {"input_ids": [1]}
+
+    tokenizer = Mock(side_effect=tokens_of, eos_token_id=2, get_vocab=lambda: {"a": 0})
+    base = tiny_model("llama")
+    engine: Any = SimpleNamespace(
+        tokenizer=tokenizer, reading=FairLock(), models=SimpleNamespace(base=base), settings=ApiSettings()
+    )
+    prompts = Prompts(engine)
+
+    async def other() -> None:
+        await asyncio.to_thread(began.wait, 30)
+        waiting = asyncio.gather(*(prompts.of_text(f"long {index}", tenant="one") for index in range(6)))
+        short = asyncio.create_task(prompts.of_text("short", tenant="two"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(waiting, short)
+
+    await asyncio.gather(prompts.of_text("first long", tenant="one"), other())
+    assert order[:2] == ["first long", "short"]
 
 
 def test_a_body_that_hides_its_length_is_bounded(guarded: str) -> None:
