@@ -60,7 +60,7 @@ def choose_fast_bytes(
     if config.fast_bytes is not None:
         budget, source = config.fast_bytes, f"fast_bytes is {config.fast_bytes}"
     else:
-        free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        free = free_bytes(device)
         budget = _less_reserve(free)
         source = f"{free} bytes are free, and {budget} can be used for experts"
     if budget < least:
@@ -77,6 +77,11 @@ def choose_ram_bytes(config: OffloadConfig, stored_bytes: Mapping[int, int], num
     # Pages that cannot be swapped or dropped: half is left for everything else that runs here.
     budget = config.ram_bytes if config.ram_bytes is not None else _less_reserve(free_host_bytes()) // 2
     return min(budget, _all_bytes(stored_bytes, num_experts))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the memory of a device that this process can still take."""
+    return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def free_host_bytes() -> int:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-import torch
-
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.offload.cache.budget import choose_device
+from swarm_plugins.offload.cache.budget import choose_device, free_bytes, free_host_bytes
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.outline import meta_model
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
@@ -126,8 +123,8 @@ def plan_model(
     plan = make_plan(
         sizes,
         speeds,
-        memory_bytes=_free_bytes(target) if memory_bytes is None else memory_bytes,
-        ram_bytes=_free_bytes(torch.device("cpu")) if ram_bytes is None else ram_bytes,
+        memory_bytes=int(free_bytes(target) * _USABLE_SHARE) if memory_bytes is None else memory_bytes,
+        ram_bytes=int(free_host_bytes() * _USABLE_SHARE) if ram_bytes is None else ram_bytes,
     )
     return Planned(name=checkpoint.name, plan=plan, device=str(target), disk_source=source)
 
@@ -182,11 +179,6 @@ def stored_bits_ratio(width: Width, original_bits: int) -> float:
         return 1.0
     scales = _GROUP_BITS / GROUP_SIZES[width] if width in GROUP_SIZES else 0.0
     return (bits + scales) / original_bits
-
-
-def _free_bytes(device: torch.device) -> int:
-    is_cuda = device.type == "cuda"
-    return int((torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available) * _USABLE_SHARE)
 
 
 def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> tuple[Alternative, ...]:
