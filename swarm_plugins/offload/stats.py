@@ -1,4 +1,4 @@
-"""Statistics of the cache: hits, reads, guesses, and time spent waiting."""
+"""Statistics of the cache: hits, reads, guesses, and time spent waiting. The cache counts in one, and gives copies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OffloadStats:
     """Counts since the model was loaded. An expert counts once per call of its layer, for any number of tokens.
 

@@ -8,14 +8,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
 from swarm_plugins.offload.cache.budget import choose_fast_bytes, choose_ram_bytes
-from swarm_plugins.offload.cache.counters import Counters
 from swarm_plugins.offload.cache.guesses import Guesses
 from swarm_plugins.offload.cache.pinned import PinnedLoader
 from swarm_plugins.offload.cache.policy import Residency
@@ -75,9 +74,12 @@ class BoundedCache:
         self._changed = threading.Condition(self._lock)
         self._policy = Residency(self.num_experts, sizes, pool.limit_bytes)
         self._queue = queue
-        self._counters = Counters(self.num_experts)
-        self._slots = Slots(self._policy, pool, layouts, loader, queue, self._counters, self._changed)
-        self._guesses = Guesses(self._slots, self._counters)
+        self._stats = OffloadStats()
+        self._uses = {layer: [0] * count for layer, count in self.num_experts.items()}
+        self._first_layer = min(self.num_experts, default=0)
+        self._first_s: float | None = None
+        self._slots = Slots(self._policy, pool, layouts, loader, queue, self._stats, self._changed)
+        self._guesses = Guesses(self._slots, self._stats)
         self._loans: list[_Loan] = []
         self._is_closed = False
         self._is_forked = False
@@ -133,12 +135,12 @@ class BoundedCache:
 
     def stats(self) -> OffloadStats:
         with self._lock:
-            return self._counters.stats()
+            return replace(self._stats, uses={layer: tuple(uses) for layer, uses in self._uses.items()})
 
     def count_tokens(self, num_tokens: int) -> None:
         """Counts rows that go through the first layer with experts."""
         with self._lock:
-            self._counters.tokens += num_tokens
+            self._stats.tokens += num_tokens
 
     def close(self) -> None:
         """Ends the reader threads and frees the memory; may be called again. Lent experts stay readable."""
@@ -191,8 +193,18 @@ class BoundedCache:
                 else:
                     loan.missing.append(expert)
             self._policy.use(loan.layer, experts)
-            self._counters.use(loan.layer, experts, len(loan.missing), begin_s)
+            self._count(loan, experts, begin_s)
             self._ask(loan)
+
+    def _count(self, loan: _Loan, experts: Sequence[int], begin_s: float) -> None:
+        stats, uses = self._stats, self._uses[loan.layer]
+        if self._first_s is None:
+            self._first_s = begin_s
+        stats.passes += loan.layer == self._first_layer
+        stats.misses += len(loan.missing)
+        stats.hits += len(loan.ready)
+        for expert in experts:
+            uses[expert] += 1
 
     def _end(self, loan: _Loan, *, ended_well: bool) -> None:
         """Gives back what a loan holds; if that is interrupted, the loan stays on the list, for `_heal`."""
@@ -205,7 +217,8 @@ class BoundedCache:
                 self._loans.remove(loan)
             else:
                 self._heal()
-            self._counters.last_s = time.perf_counter()
+            if self._first_s is not None:
+                self._stats.seconds = time.perf_counter() - self._first_s
 
     def _heal(self) -> None:
         """Rebuilds bookkeeping after an exception: Ctrl-C may interrupt any update."""
@@ -253,7 +266,7 @@ class BoundedCache:
                 if left <= 0:
                     raise self._too_late(loan)
                 self._changed.wait(left)
-            self._counters.stall_s += time.perf_counter() - begin_s
+            self._stats.stall_s += time.perf_counter() - begin_s
 
     def _too_late(self, loan: _Loan) -> Exception:
         if not loan.waiting:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.offload.cache.counters import Counters
 from swarm_plugins.offload.cache.slots import Slot, Slots
 from swarm_plugins.offload.interfaces import ExpertKey
+from swarm_plugins.offload.stats import OffloadStats
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class Guesses:
     A layer is guessed again as it comes nearer: experts that the better guess dropped are no longer read.
     """
 
-    def __init__(self, slots: Slots, counters: Counters) -> None:
+    def __init__(self, slots: Slots, stats: OffloadStats) -> None:
         self._slots = slots
-        self._counters = counters
+        self._stats = stats
         self._planned: dict[int, Sequence[int]] = {}
         self._active: dict[int, _Guess] = {}
 
@@ -64,23 +64,23 @@ class Guesses:
         If the layer was not guessed, all guesses are given up.
         """
         self._planned.pop(layer, None)
-        counters, guess = self._counters, self._active.get(layer)
+        stats, guess = self._stats, self._active.get(layer)
         if guess is None:
             for other in self._active.values():
-                counters.guesses += len(other.experts)
-                counters.guessed_loads += len(other.loads)
+                stats.guesses += len(other.experts)
+                stats.guessed_loads += len(other.loads)
             self.drop()
             return
         needed = frozenset(experts)
         slots = {slot.key.expert: slot for slot in guess.held}
         used = [expert for expert in guess.experts if expert in needed]
-        counters.guesses += len(guess.experts)
-        counters.guesses_used += len(used)
-        counters.guesses_late += sum(expert in slots and not slots[expert].is_ready for expert in used)
-        counters.guessed_loads += len(guess.loads)
-        counters.guessed_loads_used += len(guess.loads & needed)
+        stats.guesses += len(guess.experts)
+        stats.guesses_used += len(used)
+        stats.guesses_late += sum(expert in slots and not slots[expert].is_ready for expert in used)
+        stats.guessed_loads += len(guess.loads)
+        stats.guessed_loads_used += len(guess.loads & needed)
         # A layer that is all in memory is not guessed.
-        counters.asked_after_guess += len(experts) if guess.experts else 0
+        stats.asked_after_guess += len(experts) if guess.experts else 0
         del self._active[layer]
         self._let_go(guess, keep=needed)
         for slot in guess.held:

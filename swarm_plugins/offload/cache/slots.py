@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
-from swarm_plugins.offload.cache.counters import Counters
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.disk.buffers import BufferPool
 from swarm_plugins.offload.disk.cuda_copies import CudaCopy
@@ -22,6 +21,7 @@ from swarm_plugins.offload.disk.loaders import Loader
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import ReadCancelled
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
+from swarm_plugins.offload.stats import OffloadStats
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class Slots:
         layouts: Mapping[int, BufferLayout],
         loader: Loader,
         queue: ReadQueue,
-        counters: Counters,
+        stats: OffloadStats,
         changed: threading.Condition,
     ) -> None:
         self._policy = policy
@@ -63,7 +63,7 @@ class Slots:
         self._layouts = layouts
         self._loader = loader
         self._queue = queue
-        self._counters = counters
+        self._stats = stats
         self._changed = changed
         self._slots: dict[int, dict[int, Slot]] = {layer: {} for layer in layouts}
 
@@ -178,7 +178,7 @@ class Slots:
             error = CheckpointError(f"expert {slot.key.expert} of layer {slot.key.layer} cannot be loaded: {caught!r}")
             error.__cause__ = caught
         with self._changed:
-            self._counters.bytes_read += num_bytes
+            self._stats.bytes_read += num_bytes
             slot.arrival = arrival
             self._end(slot, error)
 

@@ -121,7 +121,9 @@ def borrowed(cache: BoundedCache, layer: int, experts: Sequence[int]) -> dict[in
 
 def forget_counts(cache: BoundedCache) -> None:
     """Counts from zero, with the memory as it is."""
-    cache._counters.__init__(cache.num_experts)  # type: ignore[misc]
+    cache._stats.__init__()  # type: ignore[misc]
+    cache._uses = {layer: [0] * count for layer, count in cache.num_experts.items()}
+    cache._first_s = None
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
