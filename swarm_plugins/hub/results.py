@@ -175,13 +175,12 @@ def add_results(folder: Path, records: Iterable[EvalRecord]) -> list[EvalRecord]
 
 def in_order(tags: Iterable[str]) -> list[str]:
     """Returns tags of versions from old to new: ``v2`` before ``v10``, ``1.9`` before ``1.10``."""
-    return sorted(
-        tags, key=lambda tag: [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in _split(tag)]
-    )
 
+    def place(tag: str) -> list[tuple[bool, int, str]]:
+        parts = filter(None, re.split(r"(\d{1,18})", tag))
+        return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
-def _split(tag: str) -> list[str]:
-    return [part for part in re.split(r"(\d{1,18})", tag) if part]
+    return sorted(tags, key=place)
 
 
 class Series(NamedTuple):

@@ -161,7 +161,8 @@ class _Run:
         self._owner, self._model, self._config = owner, model, config
         self._processors, self._drafter = processors, drafter
         self.kwargs = model_kwargs
-        self.texts = Texts(input_ids, _pad_token(config))
+        padding = _token_list(config.pad_token_id) + _token_list(config.eos_token_id)
+        self.texts = Texts(input_ids, next(iter(padding), 0))
         self._places = Places(
             input_ids, model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
         )
@@ -285,7 +286,3 @@ def _has_window(model: PreTrainedModel) -> bool:
 
 def _token_list(tokens: int | list[int] | None) -> list[int]:
     return [] if tokens is None else list(tokens) if isinstance(tokens, list) else [tokens]
-
-
-def _pad_token(config: GenerationConfig) -> int:
-    return next(iter(_token_list(config.pad_token_id) + _token_list(config.eos_token_id)), 0)

@@ -51,7 +51,7 @@ class Access:
         self._settings = settings
         self._max_values = max_values
         # Compared by their hashes: so no comparison takes longer the more of a key is right.
-        self._keys = {_hash(key) for key in settings.api_keys}
+        self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in settings.api_keys}
         self._running: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +123,3 @@ class Access:
             return message
 
         return next_message
-
-
-def _hash(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -77,7 +76,11 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
         UnsupportedError: If experts are stored as codes, or otherwise than as byte ranges.
     """
     rules = _Rules(model)
-    layers = {f"{path}.{name}": layer for layer, path in experts.items() for name in _names(model.get_submodule(path))}
+    layers = {
+        f"{path}.{name}": layer
+        for layer, path in experts.items()
+        for name, _ in model.get_submodule(path).named_parameters(recurse=False)
+    }
     parts: dict[str, defaultdict[str, list[TensorInfo]]] = {target: defaultdict(list) for target in layers}
     others, unused = [], []
     renamed: dict[str, str] = {}
@@ -96,10 +99,6 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
     for target, layer in layers.items():
         found[layer].append(_expert_tensor(model, target, parts[target], rules))
     return Located({layer: tuple(tensors) for layer, tensors in found.items()}, others)
-
-
-def _names(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 class _Rules:
