@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -31,13 +32,15 @@ class _Clock(selectors.DefaultSelector):
         return found
 
 
+@contextlib.contextmanager
+def loops() -> Iterator[Callable[[], asyncio.AbstractEventLoop]]:
+    """Moves on the time of this process as its event loop, which the context makes, would wait."""
+    clock = _Clock()
+    with mock.patch.object(time, "monotonic", clock.read), mock.patch.object(time, "perf_counter", clock.read):
+        yield lambda: asyncio.SelectorEventLoop(clock)
+
+
 def run(main: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
     """Runs a coroutine, without threads beside it, for so many seconds of its own time at most."""
-    clock = _Clock()
-
-    with (
-        mock.patch.object(time, "monotonic", clock.read),
-        mock.patch.object(time, "perf_counter", clock.read),
-        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner,
-    ):
+    with loops() as factory, asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(asyncio.wait_for(main, timeout_s))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from client_kit import in_swarm
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.book import judging
@@ -61,10 +60,9 @@ async def backward(chain: BatchCall) -> torch.Tensor | None:
     return (await chain.backward(grads, needs_hidden=True, needs=()))[0]
 
 
-def test_a_second_backward_gives_the_same_gradient(run_in_swarm: Callable[..., Any]) -> None:
+async def test_a_second_backward_gives_the_same_gradient() -> None:
     first, second = Doubler(), Doubler()
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"a": ((0, 1), first), "b": ((1, 2), second)}, num_blocks=2) as (peers, view):
         chain = call(peers, view)
         outputs = await chain.forward()
         assert outputs.hidden.eq(4).all()
@@ -72,18 +70,15 @@ def test_a_second_backward_gives_the_same_gradient(run_in_swarm: Callable[..., A
             grad = await backward(chain)
             assert grad is not None
             assert grad.eq(4).all()
-
-    run_in_swarm({"a": ((0, 1), first), "b": ((1, 2), second)}, use, num_blocks=2)
     # The graph serves the first; the others send the inputs along without asking for a graph that is gone.
     assert [request.ticket is None for request in first.backwards] == [False, True, True]
 
 
-def test_a_lost_graph_is_computed_again_on_the_same_server_which_is_said_once(
-    run_in_swarm: Callable[..., Any], caplog: pytest.LogCaptureFixture
+async def test_a_lost_graph_is_computed_again_on_the_same_server_which_is_said_once(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = Doubler()
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"a": ((0, 1), server)}, num_blocks=1) as (peers, view):
         chain = call(peers, view)
         for _ in range(2):
             await chain.forward()
@@ -92,30 +87,26 @@ def test_a_lost_graph_is_computed_again_on_the_same_server_which_is_said_once(
             assert grad is not None
             assert grad.eq(2).all()
         assert not view.banned()
-
-    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
     [said] = [one.getMessage() for one in caplog.records if "--activation-bytes" in one.getMessage()]
     assert said.startswith("server a did not keep the graph of a forward of ")
 
 
-def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever(run_in_swarm: Callable[..., Any]) -> None:
+async def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever() -> None:
     server = Doubler()
     server.is_forgetful = True
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"a": ((0, 1), server)}, num_blocks=1, max_retries=1) as (peers, view):
         chain = call(peers, view)
         await chain.forward()
         with pytest.raises(MissingBlocksError, match=r"left out after failures: a; the last failure: .*gone") as raised:
             await backward(chain)
         # The causes are in the sentence: what to do stands under one traceback, not several.
         assert "".join(traceback.format_exception(raised.value)).count("Traceback") == 1
-
-    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1, max_retries=1)
     assert len(server.backwards) == 2
 
 
-def test_a_refusal_says_nothing_of_a_servers_pace(run_in_swarm: Callable[..., Any]) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
+async def test_a_refusal_says_nothing_of_a_servers_pace() -> None:
+    server = Doubler()
+    async with in_swarm({"a": ((0, 1), server)}, num_blocks=1, max_retries=1) as (peers, view):
         chain = call(peers, view)
         await chain.forward()
         tokens = 1000
@@ -125,6 +116,3 @@ def test_a_refusal_says_nothing_of_a_servers_pace(run_in_swarm: Callable[..., An
         with pytest.raises(MissingBlocksError):
             await backward(chain)
         assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens) == 10.0
-
-    server = Doubler()
-    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1, max_retries=1)

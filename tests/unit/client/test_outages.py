@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import virtual_time
 from client_kit import VERSION, server_info
 
 from swarm_plugins.block_io import SpanInputs
@@ -93,21 +93,19 @@ def judge_by(book: PeerBook, *, slack_s: float) -> None:
         record.rules = book.rules
 
 
-def run(spans: dict[str, tuple[int, int]], use: Callable[[Swarm, Servers], Awaitable[None]], **settings: Any) -> None:
-    async def main() -> None:
-        num_blocks = max(end for _, end in spans.values())
-        swarm = Swarm({peer: Machine(*span, num_blocks) for peer, span in spans.items()})
-        peers = Peers(swarm, SwarmConfig(**settings))
-        judge_by(peers.book, slack_s=0.3)
-        view = SwarmView(swarm, peers, peers.config, version=VERSION, num_blocks=num_blocks)
-        try:
-            await use(swarm, Servers(peers, view))
-        finally:
-            swarm.thaw()
-            await peers.close()
-            await swarm.close()
-
-    virtual_time.run(main(), timeout_s=60)
+@contextlib.asynccontextmanager
+async def swarm_of(spans: dict[str, tuple[int, int]], **settings: Any) -> AsyncIterator[tuple[Swarm, Servers]]:
+    num_blocks = max(end for _, end in spans.values())
+    swarm = Swarm({peer: Machine(*span, num_blocks) for peer, span in spans.items()})
+    peers = Peers(swarm, SwarmConfig(**settings))
+    judge_by(peers.book, slack_s=0.3)
+    view = SwarmView(swarm, peers, peers.config, version=VERSION, num_blocks=num_blocks)
+    try:
+        yield swarm, Servers(peers, view)
+    finally:
+        swarm.thaw()
+        await peers.close()
+        await swarm.close()
 
 
 async def forward(servers: Servers) -> None:
@@ -116,8 +114,8 @@ async def forward(servers: Servers) -> None:
 
 
 @pytest.mark.parametrize("directory_hangs", [False, True], ids=["servers", "servers-and-directory"])
-def test_all_servers_frozen_is_an_error_in_seconds_and_over_at_once(directory_hangs: bool) -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_all_servers_frozen_is_an_error_in_seconds_and_over_at_once(directory_hangs: bool) -> None:
+    async with swarm_of({"a": (0, 2), "b": (2, 4)}) as (swarm, servers):
         await forward(servers)
         swarm.freeze("a", "b")
         swarm.late_s = 60.0 if directory_hangs else 0.0
@@ -132,21 +130,17 @@ def test_all_servers_frozen_is_an_error_in_seconds_and_over_at_once(directory_ha
         await forward(servers)
         assert time.monotonic() - started < 5
 
-    run({"a": (0, 2), "b": (2, 4)}, use)
 
-
-def test_a_call_that_a_short_outage_hits_goes_on_after_it() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_a_call_that_a_short_outage_hits_goes_on_after_it() -> None:
+    async with swarm_of({"a": (0, 2), "b": (2, 4)}) as (swarm, servers):
         await forward(servers)
         swarm.freeze("a")
         asyncio.get_running_loop().call_later(1.5, swarm.thaw)
         await forward(servers)
 
-    run({"a": (0, 2), "b": (2, 4)}, use)
 
-
-def test_the_only_holder_of_a_block_is_asked_again_soon_though_it_has_failed_often() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_the_only_holder_of_a_block_is_asked_again_soon_though_it_has_failed_often() -> None:
+    async with swarm_of({"a": (0, 2), "b": (2, 4), "c": (2, 4), "d": (2, 4)}) as (_, servers):
         await forward(servers)
         for _ in range(9):
             servers.view.ban("a", TransportError("gone"))
@@ -164,24 +158,19 @@ def test_the_only_holder_of_a_block_is_asked_again_soon_though_it_has_failed_oft
         await servers.view.refresh(force=True)
         assert {entry.peer for entry in servers.view.usable()} == {"a", "d"}
 
-    run({"a": (0, 2), "b": (2, 4), "c": (2, 4), "d": (2, 4)}, use)
 
-
-def test_a_banned_server_is_asked_though_others_look_better_as_these_may_hang() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_a_banned_server_is_asked_though_others_look_better_as_these_may_hang() -> None:
+    async with swarm_of(dict.fromkeys("abc", (0, 2))) as (swarm, servers):
         await forward(servers)
         swarm.freeze("a", "b")
         servers.view.ban("c", TransportError("late"))
         await servers.view.refresh(force=True)
         assert [entry.peer for entry in servers.view.usable()] == ["c"]
 
-    run(dict.fromkeys("abc", (0, 2)), use)
 
-
-def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_plugins.client.calls.retries._PATIENCE_S", 1.0)
-
-    async def use(swarm: Swarm, servers: Servers) -> None:
+    async with swarm_of({"a": (0, 2), "b": (0, 2)}) as (swarm, servers):
         await forward(servers)
         [first] = await servers.view.chain(range(2), Demand(tokens=2))
         other = "b" if first.peer == "a" else "a"
@@ -197,25 +186,20 @@ def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatc
         asyncio.get_running_loop().call_later(1.0, change)
         await forward(servers)
 
-    run({"a": (0, 2), "b": (0, 2)}, use)
 
-
-def test_the_only_holder_that_always_fails_ends_in_missing_blocks() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_the_only_holder_that_always_fails_ends_in_missing_blocks() -> None:
+    async with swarm_of({"a": (0, 2)}, max_retries=3) as (swarm, servers):
         swarm.machines["a"].is_broken = True
         with pytest.raises(MissingBlocksError, match=r"left out after failures: a; the last failure: .*broken"):
             await forward(servers)
         assert swarm.machines["a"].asked == 3
 
-    run({"a": (0, 2)}, use, max_retries=3)
 
-
-def test_the_only_holder_that_hangs_in_its_work_is_not_waited_for_again_and_again(
+async def test_the_only_holder_that_hangs_in_its_work_is_not_waited_for_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("swarm_plugins.client.calls.retries._PATIENCE_S", 0.1)
-
-    async def use(swarm: Swarm, servers: Servers) -> None:
+    async with swarm_of({"a": (0, 2)}, request_timeout_s=0.8) as (swarm, servers):
         # It does not notice that it hangs.
         swarm.machines["a"].is_stuck = True
         with pytest.raises(
@@ -227,11 +211,9 @@ def test_the_only_holder_that_hangs_in_its_work_is_not_waited_for_again_and_agai
         swarm.machines["a"].is_stuck = False
         await forward(servers)
 
-    run({"a": (0, 2)}, use, request_timeout_s=0.8)
 
-
-def test_a_late_server_that_is_frozen_is_given_up_however_long_its_work_may_take() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_a_late_server_that_is_frozen_is_given_up_however_long_its_work_may_take() -> None:
+    async with swarm_of({"a": (0, 2)}) as (swarm, servers):
         await forward(servers)
         judge_by(servers.peers.book, slack_s=60.0)
         started = time.monotonic()
@@ -240,8 +222,6 @@ def test_a_late_server_that_is_frozen_is_given_up_however_long_its_work_may_take
         with pytest.raises(MissingBlocksError, match=r"within 5.* it is not at work: it did not report what it serves"):
             await forward(servers)
         assert time.monotonic() - started < 8
-
-    run({"a": (0, 2)}, use)
 
 
 def compute(swarm: InProcessSwarm, *pieces: Callable[[], object]) -> None:
@@ -295,8 +275,8 @@ def test_the_only_holder_is_waited_for_while_it_gets_on_with_the_work_of_others(
         assert torch.equal(blocks.forward(inputs).hidden, want)
 
 
-def test_a_directory_that_has_lost_some_servers_hides_none_that_answers() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_a_directory_that_has_lost_some_servers_hides_none_that_answers() -> None:
+    async with swarm_of({"a": (0, 2), "b": (2, 4)}) as (swarm, servers):
         await forward(servers)
         # As a first server that was started again: it knows itself.
         swarm.named = {"a"}
@@ -308,13 +288,10 @@ def test_a_directory_that_has_lost_some_servers_hides_none_that_answers() -> Non
             await servers.view.refresh(force=True)
         assert set(servers.view.entries) == {"a"}
 
-    run({"a": (0, 2), "b": (2, 4)}, use)
 
-
-def test_a_late_answer_of_the_directory_counts_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_answer_of_the_directory_counts_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_plugins.client.discovery.lookup._PATIENCE_S", 0.01)
-
-    async def use(swarm: Swarm, servers: Servers) -> None:
+    async with swarm_of({"a": (0, 2), "b": (2, 4)}) as (swarm, servers):
         swarm.named = {"a"}
         await servers.view.refresh(force=False)
         swarm.named, swarm.late_s = {"a", "b"}, 0.1
@@ -325,11 +302,9 @@ def test_a_late_answer_of_the_directory_counts_when_it_comes(monkeypatch: pytest
         await servers.view.refresh(force=False)
         assert set(servers.view.entries) == {"a", "b"}
 
-    run({"a": (0, 2), "b": (2, 4)}, use)
 
-
-def test_one_frozen_server_beside_an_idle_replica_costs_its_first_deadline_at_most() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_one_frozen_server_beside_an_idle_replica_costs_its_first_deadline_at_most() -> None:
+    async with swarm_of({"a": (0, 4), "b": (0, 4)}) as (swarm, servers):
         await servers.view.refresh(force=False)
         (first,) = await servers.view.chain(range(4), Demand())
         swarm.freeze(first.peer)
@@ -337,11 +312,9 @@ def test_one_frozen_server_beside_an_idle_replica_costs_its_first_deadline_at_mo
         await forward(servers)
         assert time.monotonic() - started < 12  # 5 s; it was request_timeout_s, 120 s
 
-    run({"a": (0, 4), "b": (0, 4)}, use)
 
-
-def test_replicas_that_hang_too_are_not_tried_one_after_the_other() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_replicas_that_hang_too_are_not_tried_one_after_the_other() -> None:
+    async with swarm_of(dict.fromkeys("abcd", (0, 4))) as (swarm, servers):
         await forward(servers)
         swarm.freeze(*"abcd")
         started = time.monotonic()
@@ -349,11 +322,9 @@ def test_replicas_that_hang_too_are_not_tried_one_after_the_other() -> None:
             await forward(servers)
         assert time.monotonic() - started < 8
 
-    run(dict.fromkeys("abcd", (0, 4)), use)
 
-
-def test_deadlines_of_streams_that_do_not_open_are_learnt_too() -> None:
-    async def use(swarm: Swarm, servers: Servers) -> None:
+async def test_deadlines_of_streams_that_do_not_open_are_learnt_too() -> None:
+    async with swarm_of({"a": (0, 4), "b": (0, 4)}) as (swarm, servers):
         timeouts: list[float] = []
 
         async def hang(peer: str, rpc: str, *, timeout_s: float) -> Channel:
@@ -367,8 +338,6 @@ def test_deadlines_of_streams_that_do_not_open_are_learnt_too() -> None:
                 await servers.peers.open(peer, "rpc_forward")
         assert timeouts[0] < 1.0
         assert 5.0 <= timeouts[1] < 6.0
-
-    run({"a": (0, 4), "b": (0, 4)}, use)
 
 
 def test_a_banned_server_is_asked_when_the_one_preferred_to_it_has_gone(tmp_path: Path) -> None:
@@ -385,10 +354,9 @@ def test_a_banned_server_is_asked_when_the_one_preferred_to_it_has_gone(tmp_path
         assert torch.equal(blocks.forward(inputs).hidden, want)
 
 
-def test_blocks_that_another_server_is_loading_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_that_another_server_is_loading_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_plugins.client.calls.retries._PATIENCE_S", 0.1)
-
-    async def use(swarm: Swarm, servers: Servers) -> None:
+    async with swarm_of({"a": (0, 2), "b": (2, 4), "spare": (2, 4)}, max_retries=2) as (swarm, servers):
         await forward(servers)
         mover = swarm.machines["spare"]
         await swarm.kill("a")
@@ -401,5 +369,3 @@ def test_blocks_that_another_server_is_loading_are_waited_for(monkeypatch: pytes
         assert not running.done()
         mover.info = msgspec.structs.replace(mover.info, target=None, start=0, end=2)
         await running
-
-    run({"a": (0, 2), "b": (2, 4), "spare": (2, 4)}, use, max_retries=2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from client_kit import in_swarm
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.book.record import Forgiven
@@ -69,32 +70,27 @@ async def with_liar_first(view: SwarmView, run: Callable[[], Any]) -> Any:
 
 
 @refusals
-def test_a_forward_that_another_server_carries_out_counts_against_the_liar(
-    run_in_swarm: Callable[..., Any], kind: FailureKind
-) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
+async def test_a_forward_that_another_server_carries_out_counts_against_the_liar(kind: FailureKind) -> None:
+    liar, honest = Server((ForwardRequest,), kind), Server()
+    async with in_swarm({"liar": ((0, 2), liar), "honest": ((0, 2), honest)}, num_blocks=2) as (peers, view):
         outputs = await with_liar_first(view, lambda: call(peers, view).forward())
         assert outputs.hidden.eq(3).all()
         assert view.banned() == ["liar"]
-
-    liar, honest = Server((ForwardRequest,), kind), Server()
-    run_in_swarm({"liar": ((0, 2), liar), "honest": ((0, 2), honest)}, use, num_blocks=2)
     assert liar.num_asked == 1
 
 
-def test_the_rest_of_the_chain_stays_as_planned(run_in_swarm: Callable[..., Any]) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
-        outputs = await with_liar_first(view, lambda: call(peers, view).forward())
-        assert outputs.hidden.eq(3).all()
-
+async def test_the_rest_of_the_chain_stays_as_planned() -> None:
     last = Server()
     servers = {"liar": ((0, 1), Server((ForwardRequest,))), "honest": ((0, 1), Server()), "last": ((1, 2), last)}
-    run_in_swarm(servers, use, num_blocks=2)
+    async with in_swarm(servers, num_blocks=2) as (peers, view):
+        outputs = await with_liar_first(view, lambda: call(peers, view).forward())
+        assert outputs.hidden.eq(3).all()
     assert last.num_asked == 1
 
 
-def test_a_backward_that_another_server_carries_out_counts_against_the_liar(run_in_swarm: Callable[..., Any]) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
+async def test_a_backward_that_another_server_carries_out_counts_against_the_liar() -> None:
+    servers = {"liar": ((0, 1), Server((BackwardRequest,))), "honest": ((0, 1), Server())}
+    async with in_swarm(servers, num_blocks=1) as (peers, view):
         chain = call(peers, view)
         await with_liar_first(view, lambda: chain.forward())
         grads = SpanOutputs(hidden=torch.full((1, 2, 4), 5.0))
@@ -103,14 +99,10 @@ def test_a_backward_that_another_server_carries_out_counts_against_the_liar(run_
         assert found.eq(5).all()
         assert view.banned() == ["liar"]
 
-    servers = {"liar": ((0, 1), Server((BackwardRequest,))), "honest": ((0, 1), Server())}
-    run_in_swarm(servers, use, num_blocks=1)
 
-
-def test_a_session_that_another_server_carries_on_counts_against_the_liar(run_in_swarm: Callable[..., Any]) -> None:
+async def test_a_session_that_another_server_carries_on_counts_against_the_liar() -> None:
     liar = Server()
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), Server())}, num_blocks=1) as (peers, view):
         session = ClientSession(Servers(peers, view), blocks=range(1))
         await with_liar_first(view, lambda: session.step(INPUTS))
         liar.refuses = (SessionStep,)
@@ -119,30 +111,23 @@ def test_a_session_that_another_server_carries_on_counts_against_the_liar(run_in
         assert view.banned() == ["liar"]
         await session.close()
 
-    run_in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), Server())}, use, num_blocks=1)
-
 
 @refusals
-def test_a_refusal_is_believed_when_all_servers_agree(run_in_swarm: Callable[..., Any], kind: FailureKind) -> None:
+async def test_a_refusal_is_believed_when_all_servers_agree(kind: FailureKind) -> None:
     servers = {name: Server((ForwardRequest,), kind) for name in "abcdef"}
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({name: ((0, 1), server) for name, server in servers.items()}, num_blocks=1) as (peers, view):
         with pytest.raises(RefusedError, match="that is wrong"):
             await call(peers, view).forward()
         assert view.banned() == []
-
-    run_in_swarm({name: ((0, 1), server) for name, server in servers.items()}, use, num_blocks=1)
     assert [server.num_asked for server in servers.values()] == [1] * 6
 
 
 @pytest.mark.parametrize("kind", ["bad_request", "not_finite", "internal", "out_of_memory", "refused", "wrong_version"])
-def test_no_number_of_strangers_ends_a_call_that_another_server_carries_out(
-    run_in_swarm: Callable[..., Any], kind: FailureKind
-) -> None:
+async def test_no_number_of_strangers_ends_a_call_that_another_server_carries_out(kind: FailureKind) -> None:
     liars = {f"liar{number}": Server((ForwardRequest, SessionOpen), kind) for number in range(12)}
     honest = Server()
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    everyone = {name: ((0, 1), server) for name, server in {**liars, "honest": honest}.items()}
+    async with in_swarm(everyone, num_blocks=1) as (peers, view):
         await view.refresh(force=False)
         for peer in liars:
             view.entries[peer] = replace(view.entries[peer], round_trip_s=0.0)
@@ -153,18 +138,12 @@ def test_no_number_of_strangers_ends_a_call_that_another_server_carries_out(
         session = ClientSession(Servers(peers, view), blocks=range(1))
         assert (await session.step(INPUTS)).hidden.eq(2).all()
         await session.close()
-
-    everyone = {name: ((0, 1), server) for name, server in {**liars, "honest": honest}.items()}
-    run_in_swarm(everyone, use, num_blocks=1)
     assert all(liar.num_asked for liar in liars.values())
 
 
-def test_the_only_server_is_believed_at_once(run_in_swarm: Callable[..., Any]) -> None:
+async def test_the_only_server_is_believed_at_once() -> None:
     server = Server((ForwardRequest,))
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"a": ((0, 1), server)}, num_blocks=1) as (peers, view):
         with pytest.raises(RefusedError, match="that is wrong"):
             await call(peers, view).forward()
-
-    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
     assert server.num_asked == 1

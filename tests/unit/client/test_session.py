@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
 import torch
+from client_kit import in_swarm
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.book import judging
 from swarm_plugins.book.record import Failed, Forgiven
-from swarm_plugins.client.discovery.view import SwarmView
-from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.sessions.pipe import Pipe
 from swarm_plugins.client.sessions.session import ClientSession
@@ -58,10 +55,11 @@ def new_tokens(count: int = 1) -> SpanInputs:
 
 
 @pytest.mark.parametrize("faulty", ["b", "c"])
-def test_only_the_server_that_fails_in_a_replay_is_left_out(run_in_swarm: Callable[..., Any], faulty: str) -> None:
+async def test_only_the_server_that_fails_in_a_replay_is_left_out(faulty: str) -> None:
     servers = {name: Adder() for name in "abc"}
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    spans = {"a": (0, 2), "b": (0, 1), "c": (1, 2)}
+    answers = {name: (spans[name], servers[name]) for name in "abc"}
+    async with in_swarm(answers, num_blocks=2, max_retries=2) as (peers, view):
         await view.refresh(force=False)
         view.peers.book.observe("b", Failed(""))
         session = ClientSession(Servers(peers, view), blocks=range(2))
@@ -73,14 +71,10 @@ def test_only_the_server_that_fails_in_a_replay_is_left_out(run_in_swarm: Callab
         assert sorted(view.banned()) == ["a", faulty]
         await session.close()
 
-    spans = {"a": (0, 2), "b": (0, 1), "c": (1, 2)}
-    run_in_swarm({name: (spans[name], servers[name]) for name in "abc"}, use, num_blocks=2, max_retries=2)
 
-
-def test_changes_of_the_prefix_outlive_a_failed_first_step(run_in_swarm: Callable[..., Any]) -> None:
+async def test_changes_of_the_prefix_outlive_a_failed_first_step() -> None:
     server = Adder()
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"a": ((0, 1), server)}, num_blocks=1) as (peers, view):
         await view.refresh(force=False)
         keys = torch.arange(5.0)[None, None, :, None]
         session = ClientSession(Servers(peers, view), blocks=range(1), prefix=(keys, keys))
@@ -90,18 +84,13 @@ def test_changes_of_the_prefix_outlive_a_failed_first_step(run_in_swarm: Callabl
         server.is_broken = False
         await session.step(new_tokens())
         await session.close()
-
-    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
     assert [tensor.flatten().tolist() for tensor in server.opened[0].prefix] == [[0.0, 1.0, 2.0]] * 2
 
 
-def test_an_interrupted_copy_leaves_no_stream_open(
-    run_in_swarm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_interrupted_copy_leaves_no_stream_open(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Channel] = []
     closed: list[Channel] = []
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"a": ((0, 1), Adder()), "b": ((1, 2), Adder())}, num_blocks=2) as (peers, view):
         session = ClientSession(Servers(peers, view), blocks=range(2))
         await session.step(new_tokens(3))
         open_one = peers.open
@@ -127,11 +116,9 @@ def test_an_interrupted_copy_leaves_no_stream_open(
         assert closed == opened
         await session.close()
 
-    run_in_swarm({"a": ((0, 1), Adder()), "b": ((1, 2), Adder())}, use, num_blocks=2)
 
-
-def test_a_step_that_outlives_the_close_of_its_session_leaves_no_stream_open(
-    run_in_swarm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+async def test_a_step_that_outlives_the_close_of_its_session_leaves_no_stream_open(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, begun = Pipe.run, asyncio.Event()
     spans: list[SpanSession] = []
@@ -147,7 +134,8 @@ def test_a_step_that_outlives_the_close_of_its_session_leaves_no_stream_open(
             raise
         raise AssertionError
 
-    async def use(peers: Peers, view: SwarmView) -> None:
+    monkeypatch.setattr(Pipe, "run", run_stubbornly)
+    async with in_swarm({"a": ((0, 1), Adder())}, num_blocks=1) as (peers, view):
         session = ClientSession(Servers(peers, view), blocks=range(1))
         step = asyncio.create_task(session.step(new_tokens()))
         await begun.wait()
@@ -158,11 +146,8 @@ def test_a_step_that_outlives_the_close_of_its_session_leaves_no_stream_open(
         assert [span.channel for span in spans] == [None]
         assert session.peers == ()
 
-    monkeypatch.setattr(Pipe, "run", run_stubbornly)
-    run_in_swarm({"a": ((0, 1), Adder())}, use, num_blocks=1)
 
-
-def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Callable[..., Any]) -> None:
+async def test_chunks_whose_routers_differ_are_run_again_elsewhere() -> None:
     class Router(Adder):
         def __init__(self, widths: tuple[int, ...]) -> None:
             super().__init__()
@@ -176,8 +161,7 @@ def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Calla
             return msgspec.structs.replace(answer, router_logits=(logits,), router_blocks=(0,))
 
     liar, honest = Router((4, 8)), Router((4,))
-
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), honest)}, num_blocks=1) as (peers, view):
         await view.refresh(force=False)
         for peer, info in view.infos.items():
             view.peers.book.kept(peer).info = msgspec.structs.replace(info, max_batch_tokens=300)
@@ -190,10 +174,8 @@ def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Calla
         assert view.banned() == ["liar"]
         await session.close()
 
-    run_in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), honest)}, use, num_blocks=1)
 
-
-def test_a_prompt_that_the_server_said_it_cannot_hold_is_not_sent(run_in_swarm: Callable[..., Any]) -> None:
+async def test_a_prompt_that_the_server_said_it_cannot_hold_is_not_sent() -> None:
     steps: list[Message] = []
 
     def small(message: Message) -> Message:
@@ -203,7 +185,7 @@ def test_a_prompt_that_the_server_said_it_cannot_hold_is_not_sent(run_in_swarm: 
         assert isinstance(message, SessionStep)
         return SessionStepResponse(hidden=message.hidden + 1)
 
-    async def use(peers: Peers, view: SwarmView) -> None:
+    async with in_swarm({"a": ((0, 1), small)}, num_blocks=1) as (peers, view):
         session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens(6))
         with pytest.raises(CapacityError, match=r"a holds 9 tokens per row at most .* 10 are needed"):
@@ -211,14 +193,14 @@ def test_a_prompt_that_the_server_said_it_cannot_hold_is_not_sent(run_in_swarm: 
         assert len(steps) == 1
         await session.close()
 
-    run_in_swarm({"a": ((0, 1), small)}, use, num_blocks=1)
-
 
 @pytest.mark.parametrize("message", [SessionOpen, AdapterUpload])
-def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(
-    run_in_swarm: Callable[..., Any], message: type[Message]
-) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
+async def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(message: type[Message]) -> None:
+    def answer(message: Message) -> Message:
+        return AdapterStored(digest=message.digest) if isinstance(message, AdapterUpload) else server(message)
+
+    server = Adder()
+    async with in_swarm({"a": ((0, 1), answer)}, num_blocks=1) as (peers, view):
         weight = torch.zeros(2, 2)
         await peers.upload("a", [LoadedAdapter(digest="d", spec=AdapterSpec(modules=()), tensors=(weight,))])
         session = ClientSession(Servers(peers, view), blocks=range(1))
@@ -226,9 +208,3 @@ def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(
         rpc = "open session" if message is SessionOpen else "rpc_adapter"
         assert judging.timeout_s(peers.book["a"], rpc, 1) < peers.book.rules.longest_s
         await session.close()
-
-    def answer(message: Message) -> Message:
-        return AdapterStored(digest=message.digest) if isinstance(message, AdapterUpload) else server(message)
-
-    server = Adder()
-    run_in_swarm({"a": ((0, 1), answer)}, use, num_blocks=1)

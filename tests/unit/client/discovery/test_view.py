@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from client_kit import in_swarm
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import connect
 from swarm_plugins.client.discovery.missing import ranges, serve_command
 from swarm_plugins.client.discovery.view import SwarmView
-from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Directory
@@ -40,23 +38,19 @@ class EmptyDirectory:
 
 
 @pytest.mark.parametrize("directory", [BrokenDirectory(), EmptyDirectory()], ids=["broken", "empty"])
-def test_a_failed_lookup_leaves_the_last_answer(directory: Directory, run_in_swarm: Callable[..., Any]) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
+async def test_a_failed_lookup_leaves_the_last_answer(directory: Directory) -> None:
+    async with in_swarm({"a": ((0, 1), unused)}, num_blocks=1) as (_, view):
         await view.refresh(force=False)
         view.lookup.directory = directory
         await view.refresh(force=True)
         assert [span.peer for span in await view.chain(range(1), Demand())] == ["a"]
 
-    run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=1)
 
-
-def test_a_first_lookup_that_fails_is_raised(run_in_swarm: Callable[..., Any]) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
+async def test_a_first_lookup_that_fails_is_raised() -> None:
+    async with in_swarm({"a": ((0, 1), unused)}, num_blocks=1) as (_, view):
         view.lookup.directory = BrokenDirectory()
         with pytest.raises(TransportError, match="no answer"):
             await view.refresh(force=False)
-
-    run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=1)
 
 
 def test_a_directory_is_served_as_it_is_and_a_commit_as_that_commit() -> None:
@@ -82,8 +76,8 @@ def test_the_address_is_one_that_lives_if_there_is_one(addresses: list[str], wit
     assert serve_command("m", LOCAL, range(1), addresses, without=without).endswith(f" --initial-peers {expected}")
 
 
-def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swarm: Callable[..., Any]) -> None:
-    async def use(peers: Peers, view: SwarmView) -> None:
+async def test_missing_blocks_end_with_the_command_for_this_model_and_swarm() -> None:
+    async with in_swarm({"a": ((0, 1), unused)}, num_blocks=3) as (peers, view):
         view = SwarmView(
             view.lookup.directory,
             peers,
@@ -102,8 +96,6 @@ def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swa
         told = r"; add the new server's address to initial_peers, .*; serve them with: swarm .* --discovery static$"
         with pytest.raises(MissingBlocksError, match=told):
             await view.chain(range(3), Demand())
-
-    run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=3)
 
 
 def test_a_connection_knows_by_which_addresses_it_joins() -> None:
