@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 from unittest import mock
 
+import pytest
+
 T = TypeVar("T")
 
 
@@ -38,6 +40,13 @@ def loops() -> Iterator[Callable[[], asyncio.AbstractEventLoop]]:
     clock = _Clock()
     with mock.patch.object(time, "monotonic", clock.read), mock.patch.object(time, "perf_counter", clock.read):
         yield lambda: asyncio.SelectorEventLoop(clock)
+
+
+@pytest.fixture
+def anyio_backend() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs tests that are coroutines in virtual time; for the ``conftest.py`` of a folder."""
+    with loops() as factory:
+        yield "asyncio", {"loop_factory": factory}
 
 
 def run(main: Coroutine[Any, Any, T], *, timeout_s: float) -> T:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import virtual_time
 
 from swarm_plugins.book.record import Failed
 from swarm_plugins.client.config import SwarmConfig
@@ -92,88 +91,65 @@ def view_of(swarm: Swarm) -> SwarmView:
     ],
     ids=str,
 )
-def test_server_whose_claims_cannot_be_true_is_left_out(claim: dict[str, Any]) -> None:
-    async def body() -> None:
-        view = view_of(Swarm({"liar": msgspec.structs.replace(INFO, **claim), "honest": INFO}))
-        assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
-        assert view.banned() == ["liar"]
-
-    virtual_time.run(body(), timeout_s=60)
+async def test_server_whose_claims_cannot_be_true_is_left_out(claim: dict[str, Any]) -> None:
+    view = view_of(Swarm({"liar": msgspec.structs.replace(INFO, **claim), "honest": INFO}))
+    assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
+    assert view.banned() == ["liar"]
 
 
-def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
-    async def body() -> None:
-        view = view_of(Swarm({"honest": INFO}, silent=("dead",)))
-        started = time.monotonic()
-        assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
-        assert time.monotonic() - started < 10  # the time to connect alone would be 20 s
-
-    virtual_time.run(body(), timeout_s=60)
+async def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
+    view = view_of(Swarm({"honest": INFO}, silent=("dead",)))
+    started = time.monotonic()
+    assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
+    assert time.monotonic() - started < 10  # the time to connect alone would be 20 s
 
 
-def test_a_crowd_that_comes_and_goes_leaves_a_bounded_number_of_open_streams() -> None:
-    async def body() -> None:
-        infos = {f"p{index}": INFO for index in range(400)}
-        view = view_of(Swarm(infos))
-        NUM_OPEN[0] = 0
-        for peer in [*infos, *infos]:
-            await view.peers.info(peer)
-        assert NUM_OPEN[0] == 256
-        await view.peers.close()
-        assert NUM_OPEN[0] == 0
-
-    virtual_time.run(body(), timeout_s=60)
+async def test_a_crowd_that_comes_and_goes_leaves_a_bounded_number_of_open_streams() -> None:
+    infos = {f"p{index}": INFO for index in range(400)}
+    view = view_of(Swarm(infos))
+    NUM_OPEN[0] = 0
+    for peer in [*infos, *infos]:
+        await view.peers.info(peer)
+    assert NUM_OPEN[0] == 256
+    await view.peers.close()
+    assert NUM_OPEN[0] == 0
 
 
-def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_plugins.client.discovery.server_view._MAX_PROBES", 4)
-
-    async def body() -> None:
-        infos = {f"liar{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(4)}
-        view = view_of(Swarm({**infos, "honest": INFO}))
-        for liar in infos:
-            view.peers.book.observe(liar, Failed(""))
-        # Were the banned in the sample, one of five would be left out at random.
-        for _ in range(20):
-            await view.refresh(force=True)
-            assert [entry.peer for entry in view.usable()] == ["honest"]
-
-    virtual_time.run(body(), timeout_s=60)
-
-
-def test_a_server_that_takes_crumbs_cuts_nobodys_batches() -> None:
-    async def body() -> None:
-        crumbs = msgspec.structs.replace(INFO, max_batch_tokens=1)
-        view = view_of(Swarm({"crumbs": crumbs, "roomy": msgspec.structs.replace(INFO, max_batch_tokens=4096)}))
-        for _ in range(5):
-            await view.refresh(force=True)
-            assert [span.peer for span in await view.chain(range(4), Demand())] == ["roomy"]
-            assert view.most_tokens(range(4)) == 4096
-        # Its blocks are still used where nobody else has them.
-        assert [span.peer for span in await view.chain(range(4), Demand(), without={"roomy"})] == ["crumbs"]
-
-    virtual_time.run(body(), timeout_s=60)
-
-
-def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
-    async def body() -> None:
-        view = view_of(Swarm({"small": msgspec.structs.replace(INFO, max_batch_tokens=8)}))
-        assert [span.peer for span in await view.chain(range(4), Demand())] == ["small"]
-        assert view.most_tokens(range(4)) == 8
-
-    virtual_time.run(body(), timeout_s=60)
-
-
-def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.discovery.server_view._MAX_PROBES", 4)
-
-    async def body() -> None:
-        swarm = Swarm({"honest": INFO})
-        view = view_of(swarm)
+    infos = {f"liar{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(4)}
+    view = view_of(Swarm({**infos, "honest": INFO}))
+    for liar in infos:
+        view.peers.book.observe(liar, Failed(""))
+    # Were the banned in the sample, one of five would be left out at random.
+    for _ in range(20):
         await view.refresh(force=True)
-        swarm.infos |= {f"flood{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(200)}
-        for _ in range(10):
-            await view.refresh(force=True)
-            assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
+        assert [entry.peer for entry in view.usable()] == ["honest"]
 
-    virtual_time.run(body(), timeout_s=60)
+
+async def test_a_server_that_takes_crumbs_cuts_nobodys_batches() -> None:
+    crumbs = msgspec.structs.replace(INFO, max_batch_tokens=1)
+    view = view_of(Swarm({"crumbs": crumbs, "roomy": msgspec.structs.replace(INFO, max_batch_tokens=4096)}))
+    for _ in range(5):
+        await view.refresh(force=True)
+        assert [span.peer for span in await view.chain(range(4), Demand())] == ["roomy"]
+        assert view.most_tokens(range(4)) == 4096
+    # Its blocks are still used where nobody else has them.
+    assert [span.peer for span in await view.chain(range(4), Demand(), without={"roomy"})] == ["crumbs"]
+
+
+async def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
+    view = view_of(Swarm({"small": msgspec.structs.replace(INFO, max_batch_tokens=8)}))
+    assert [span.peer for span in await view.chain(range(4), Demand())] == ["small"]
+    assert view.most_tokens(range(4)) == 8
+
+
+async def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.discovery.server_view._MAX_PROBES", 4)
+    swarm = Swarm({"honest": INFO})
+    view = view_of(swarm)
+    await view.refresh(force=True)
+    swarm.infos |= {f"flood{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(200)}
+    for _ in range(10):
+        await view.refresh(force=True)
+        assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
