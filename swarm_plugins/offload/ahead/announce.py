@@ -17,7 +17,7 @@ _NO_BACKWARD_PASS = -1
 
 
 class ReadingAhead:
-    """Announces to a cache what the next layer of a pass will need."""
+    """Announces to a cache what the next layer of a pass will need, of layers with these numbers of experts."""
 
     def __init__(self, cache: ExpertCache, num_experts: Mapping[int, int]) -> None:
         self._cache = cache
@@ -29,11 +29,11 @@ class ReadingAhead:
     def forward(self, layer: int, experts: Sequence[int]) -> None:
         """Notes what a layer needs now; if it needs most of its experts, announces all of the next layer's."""
         self._used[layer] = experts
-        # Inside a backward pass a layer is recomputed, and the layer before it comes next.
-        if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
-            return
         after = self._after.get(layer)
-        if after is not None and 2 * len(experts) > self._num_experts[layer]:
+        # Inside a backward pass a layer is recomputed, and the layer before it comes next.
+        if after is None or torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
+            return
+        if 2 * len(experts) > self._num_experts[layer]:
             self._cache.guess(after, range(self._num_experts[after]))
 
     def backward(self, layer: int) -> None:

@@ -66,10 +66,6 @@ def check_budget(
         choose_fast_bytes(settings, sizes, moe.store.num_experts, device)
 
 
-class _Shared:
-    """Exists as long as any layer's loans do."""
-
-
 def attach_experts(
     model: PreTrainedModel, moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device
 ) -> BoundedCache:
@@ -84,15 +80,14 @@ def attach_experts(
     cache = make_cache(moe.store, formats, settings, device)
     # Paths start at the whole model; a base model lies at its prefix there.
     prefix = f"{moe.outline.base_model_prefix}." if model.base_model is model else ""
-    ahead = ReadingAhead(cache, cache.num_experts) if cache.config.prefetch else None
-    shared = _Shared()
+    ahead = ReadingAhead(cache, cache.num_experts if cache.config.prefetch else {})
     for layer, whole_path in moe.paths.items():
         path = whole_path.removeprefix(prefix)
-        loans = ExpertLoans(layer, formats[layer], cache, ahead, shared)
+        loans = ExpertLoans(layer, formats[layer], cache, ahead)
         turn_into_offloaded(model.get_submodule(path), moe.outline.get_submodule(whole_path), device, loans)
         model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(AdapterWatch())
     model.set_experts_implementation(IMPLEMENTATION)
     install_prefetch(model, cache)
-    # Copies of the model share the loans, not the model, and layers may be taken out of either.
-    weakref.finalize(shared, cache.close)
+    # Copies of the model share the loans and what these share, not the model, and layers may be taken out of either.
+    weakref.finalize(ahead, cache.close)
     return cache

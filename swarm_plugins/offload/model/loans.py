@@ -29,21 +29,13 @@ def refuse_pickling() -> NoReturn:
 
 
 class ExpertLoans:
-    """Lends the experts of one layer; keeps ``shared`` alive until the last loans of a cache are gone."""
+    """Lends the experts of one layer; ``ahead`` is shared by the layers of a cache. None: nothing is announced."""
 
-    def __init__(
-        self,
-        layer: int,
-        form: ExpertFormat,
-        cache: ExpertCache,
-        ahead: ReadingAhead | None = None,
-        shared: object = None,
-    ) -> None:
+    def __init__(self, layer: int, form: ExpertFormat, cache: ExpertCache, ahead: ReadingAhead | None = None) -> None:
         self._layer = layer
         self._form = form
         self._cache = cache
-        self._ahead = ahead
-        self._shared = shared
+        self._ahead = ahead or ReadingAhead(cache, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLoans:
         # Read-only and bound to files and threads: copies of a model share it.
@@ -56,7 +48,7 @@ class ExpertLoans:
         self, experts: Sequence[int], *, is_backward: bool = False
     ) -> Generator[tuple[int, Mapping[str, Tensor]]]:
         """Yields each expert once, as it arrives; its tensors are valid until the next is asked for."""
-        if is_backward and self._ahead is not None:
+        if is_backward:
             self._ahead.backward(self._layer)
         # A generator, so that callers can close it at once when a product fails, not when the traceback is gone.
         return cast("Generator[tuple[int, Mapping[str, Tensor]]]", self._cache.borrow(self._layer, experts))
@@ -84,8 +76,7 @@ class ExpertLoans:
         adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, spans)
         down: Tensor | None = None
         experts = list(spans)
-        if self._ahead is not None:
-            self._ahead.forward(self._layer, experts)
+        self._ahead.forward(self._layer, experts)
         with closing(self.borrow(experts)) as lent:
             for expert, tensors in lent:
                 result = self.run(module, rows[spans[expert]], tensors, adapters(expert))
