@@ -87,17 +87,12 @@ class Answers(StoppingCriteria):
 
     def _add(self, answer: Answer, token: int) -> None:
         text = answer.add(token, token in self._ends)
-        scored = () if self._recorder is None else (self._score(answer.index, token),)
+        recorded = None if self._recorder is None else self._recorder.logprobs  # of this step: it comes first
+        scored = () if recorded is None else (scored_of(recorded[answer.index], token, self._request.logprobs or 0),)
         if text or scored:
             self._emit(Piece(answer.index, text, scored))
         if answer.reason is not None:
             self._emit(Finished(answer.index, answer.reason, tuple(answer.tokens)))
-
-    def _score(self, row: int, token: int) -> Scored:
-        recorded = None if self._recorder is None else self._recorder.logprobs
-        if recorded is None:
-            raise RuntimeError("probabilities are wanted, but no step was recorded")
-        return scored_of(recorded[row], token, self._request.logprobs or 0)
 
     def finish(self) -> None:
         """Ends answers that have as many tokens as they may."""
