@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,15 +14,10 @@ from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
 
-class Method(StrEnum):
-    """Kind of adapter."""
-
-    lora = "lora"
-    prompt = "prompt"
-
-
 def demo(
-    method: Annotated[Method, typer.Option(help="Adapter to tune: low-rank updates or a soft prompt.")] = Method.lora,
+    method: Annotated[
+        Literal["lora", "prompt"], typer.Option(help="Adapter to tune: low-rank updates or a soft prompt.")
+    ] = "lora",
     steps: Annotated[int | None, typer.Option(help="Steps of training.", min=1, max=10_000)] = None,
     short: Annotated[bool, typer.Option("--short", help="Take a few steps on little text.")] = False,
     folder: Annotated[
@@ -48,7 +42,7 @@ def demo(
         # A service manager or CI ends commands with this signal: the servers then end as on Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         length = (SHORT if short else {}) | ({} if steps is None else {"steps": steps})
-        settings = TourSettings(method=method.value, threads=cores, model=model, **length)
+        settings = TourSettings(method=method, threads=cores, model=model, **length)
         Tour(settings, folder, tune=tune, write=partial(typer.echo, nl=False)).run()
 
 
