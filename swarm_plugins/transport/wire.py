@@ -229,6 +229,7 @@ class _TensorReader:
         self._later = later
         self._buffer = buffer
         self._tensors_left = max_tensors
+        self._unpacked_left = limits.MAX_MESSAGE_BYTES
 
     def read(self, description: object) -> Tensor:
         dtype, codec, shape = _check_description(description)
@@ -251,6 +252,12 @@ class _TensorReader:
             if dtype == torch.bool and torch.frombuffer(raw, dtype=torch.uint8).amax().item() > 1:
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
             return torch.frombuffer(raw, dtype=dtype).view(shape)
+        # Packed, a message could stand for four times what may be sent as it is.
+        self._unpacked_left -= num_elements * dtype.itemsize
+        if self._unpacked_left < 0:
+            raise ProtocolError(
+                f"the message unpacks to more than {limits.MAX_MESSAGE_BYTES} bytes, the limit: split the batch"
+            )
         if self._claim is not None:
             self._claim(num_elements * dtype.itemsize)
         payload = torch.frombuffer(raw, dtype=torch.uint8)

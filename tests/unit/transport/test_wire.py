@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport import limits
+from swarm_plugins.transport import limits, wire
+from swarm_plugins.transport.codec import packed_bytes
 from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
     BackwardResponse,
+    Codec,
     Failure,
     ForwardRequest,
     ForwardResponse,
@@ -214,6 +216,30 @@ def test_too_many_tensors_are_refused() -> None:
     metadata = {"type": "ForwardResponse", "hidden": empty, "hidden_states": [empty] * 64}
     with pytest.raises(ProtocolError, match="too many tensors"):
         decode(raw_frame(metadata))
+
+
+@pytest.mark.parametrize("codec", ["rotated8", "float16"])
+def test_a_message_that_unpacks_to_more_than_one_may_have_takes_no_memory(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def description(size: int) -> list[object]:
+        return ["float32", codec, [size]]
+
+    def payload(size: int) -> bytes:
+        num_bytes = packed_bytes(codec, torch.float32, size)
+        return bytes(num_bytes + -num_bytes % 64)
+
+    most = limits.MAX_MESSAGE_BYTES // 4
+    whole = {"type": "ForwardResponse", "hidden": description(most + 128)}
+    parts = {**whole, "hidden": description(most // 2), "hidden_states": [description(most // 2 + 128)]}
+    fits = {**whole, "hidden": description(most // 2)}
+    assert decode(raw_frame(fits, payload(most // 2))).hidden.numel() == most // 2  # type: ignore[attr-defined]
+    with pytest.raises(ProtocolError, match="unpacks to more than"):
+        decode(raw_frame(parts, payload(most // 2) + payload(most // 2 + 128)))
+    for name in ("unpack", "unpack_rotated8"):
+        monkeypatch.setattr(wire, name, mock.Mock(side_effect=AssertionError))
+    with pytest.raises(ProtocolError, match="unpacks to more than 1048576 bytes, the limit: split the batch"):
+        decode(raw_frame(whole, payload(most + 128)))
 
 
 def test_hostile_nesting_is_refused() -> None:
