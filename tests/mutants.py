@@ -126,6 +126,48 @@ MUTANTS = {
         "offset = item.offset + begin - item.start + BLOCK_BYTES",
         "tests/unit/offload/disk/test_reader.py",
     ),
+    "an offloaded model that is gone keeps its threads": Mutant(
+        "offload/model/attach.py",
+        "    weakref.finalize(shared, cache.close)\n",
+        "",
+        "tests/unit/offload/test_load.py -k leaves_no_thread",
+    ),
+    "masks that a model makes take no memory": Mutant(
+        "server/state/cutting.py",
+        "is_padded or spec.makes_masks or",
+        "is_padded or",
+        "tests/unit/server/state/test_cutting.py",
+    ),
+    "trust in a server is for all that it ever serves": Mutant(
+        "verification/checker.py",
+        "Server(peer, what, info.version,",
+        'Server(peer, what, "",',
+        "tests/unit/client/test_two_models.py",
+    ),
+    "what does not fit one model is left out for all": Mutant(
+        "client/discovery/server_view.py",
+        "            self._misfits[peer] = None\n",
+        "            self._misfits[peer] = None\n            self.ban(peer, exc)\n",
+        "tests/unit/client/test_two_models.py",
+    ),
+    "cancelling the end of calls told ahead leaves them": Mutant(
+        "client/calls/pushing.py",
+        "await asyncio.shield(closing)",
+        "await closing",
+        "tests/unit/client/test_chain_call.py -k told_ahead",
+    ),
+    "a step without its adapter is replayed": Mutant(
+        "client/calls/pushing.py",
+        "raise SentInVainError(str(exc)) from exc",
+        "raise",
+        "tests/parity/test_push.py -k drops",
+    ),
+    "a server that is late has all the time": Mutant(
+        "client/peers.py",
+        "limit_s=min(sign_s, max(left_s, rules.sign_of_life_s))",
+        "limit_s=1e9",
+        "tests/unit/client/test_late_servers.py -k in_this_process",
+    ),
     "a gap as long as a part is fetched along": Mutant(
         "checkpoint/ranges.py",
         "piece.start - ranges[-1][1] <= _GAP_BYTES",

@@ -125,6 +125,19 @@ def test_killed_server_takes_its_daemon_along(model: Path) -> None:
         assert swarm.initial_peers == []
 
 
+@pytest.mark.swarm
+def test_a_server_is_restarted_though_another_is_dead(model: Path) -> None:
+    with LocalSwarm(model, num_servers=2) as swarm:
+        first, second = swarm.servers
+        second.kill()
+        swarm.restart(0)
+        again = swarm.servers[0]
+        assert again.pid != first.pid
+        assert (again.peer_id, again.addresses, again.span) == (first.peer_id, first.addresses, first.span)
+        [found] = json.loads(status("--json", "--initial-peers", swarm.initial_peers[0]).stdout)
+        assert found["missing_blocks"] == [2, 3]
+
+
 def test_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"ended before it served \(pid \d+\):\n(?s:.*)nowhere"):

@@ -12,6 +12,7 @@ import msgspec
 import push_kit
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from push_kit import (
     LIES,
     LONG_S,
@@ -208,6 +209,29 @@ def test_pushed_steps_are_checked_like_others(model: Path, codec: str, caplog: p
     with LyingSwarm(model, spans=spans, liars=liars, config=config) as swarm:
         assert decode(remote(swarm)).equal(honest)
         assert list(user_quarantine().peers()) == [swarm.peers[1]]
+
+
+def test_an_adapter_that_a_server_drops_between_steps_costs_an_upload_and_no_replay(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tuned(base: PreTrainedModel) -> Any:
+        torch.manual_seed(0)
+        return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+    want = decode(tuned(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)))
+    with swarm_of(model) as swarm:
+        third = swarm.services[swarm.peers[2]]
+
+        async def drop() -> None:
+            third.adapters._held.clear()
+
+        # A token, by the second server.
+        strike_at_push(monkeypatch, 6, drop, is_sent=False)
+        assert decode(tuned(remote(swarm))).equal(want)
+        counts = swarm.connection.counts
+        assert counts.round_trips["rpc_adapter"] == 3 + 1
+        assert (counts.replays, counts.bans, counts.failures.total()) == (0, 0, 0)
+        assert counts.round_trips["open session"] == 3
 
 
 @pytest.mark.parametrize("lie", LIES)

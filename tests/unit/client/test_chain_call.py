@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,11 @@ from client_kit import in_swarm
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.book import judging
+from swarm_plugins.client.calls.pushing import Told
 from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.training import chain as training
 from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.transport.messages import (
@@ -116,3 +121,36 @@ async def test_a_refusal_says_nothing_of_a_servers_pace() -> None:
         with pytest.raises(MissingBlocksError):
             await backward(chain)
         assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens) == 10.0
+
+
+async def test_cancelling_what_ends_calls_told_ahead_ends_them_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_closing, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(Told[Any, Any]):
+        async def close(self) -> None:
+            is_closing.set()
+            await may_end.wait()
+            await super().close()
+            ended.set()
+
+    async def tell(calls: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(training, "Told", Slow)
+    monkeypatch.setattr(training, "tell", tell)
+    async with in_swarm({}, num_blocks=2) as (peers, view):
+
+        async def use() -> None:
+            calls: Any = [(peer, SimpleNamespace(tokens=5, input=lambda: torch.zeros(1))) for peer in "ab"]
+            async with training._told(Servers(peers, view), calls):
+                assert peers.book["b"].backlog.tokens_before(0) == 5
+
+        using = asyncio.create_task(use())
+        await is_closing.wait()
+        using.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await using
+        assert not ended.is_set()
+        may_end.set()
+        await ended.wait()
+        assert peers.book["b"].backlog.tokens_before(0) == 0

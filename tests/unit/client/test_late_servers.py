@@ -9,12 +9,17 @@ import torch
 import virtual_time
 from client_kit import VERSION, server_info
 
+from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.book.record import Expected
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.errors import RequestTimeoutError
+from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.training.batch import BatchCall
+from swarm_plugins.errors import RequestTimeoutError, SwarmError
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.local import LocalRoutes
 from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse
 
 
@@ -49,3 +54,28 @@ def test_a_sign_of_life_behind_a_large_request_is_waited_for() -> None:
 def test_one_behind_a_small_request_is_not() -> None:
     with pytest.raises(RequestTimeoutError, match=r"it is not at work: .* what it serves within 2\.\d+ s"):
         virtual_time.run(ask(1, sign_s=6.0), timeout_s=60)
+
+
+async def test_blocks_that_hang_in_this_process_do_not_hang_the_client() -> None:
+    async def hang(channel: Channel) -> None:
+        while await channel.receive(timeout_s=1e6) is not None:
+            await asyncio.sleep(1e6)
+
+    class Here:
+        async def stand_in(self, blocks: range) -> str:
+            return "here"
+
+        async def close(self) -> None:
+            await local.end("here")
+
+    local, here = LocalRoutes(LocalTransport({})), Here()
+    local.serve("here", dict.fromkeys(("rpc_info", "rpc_forward"), hang))
+    peers = Peers(local, SwarmConfig(max_retries=1))
+    peers.book.observe("here", Expected(step_s=60.0, token_s=1.0))
+    view = SwarmView(LocalTransport({}), peers, peers.config, version=VERSION, num_blocks=1, fallback=here)
+    inputs = SpanInputs(blocks=range(1), hidden=torch.zeros(1, 2, 4))
+    async with asyncio.timeout(3600):
+        with pytest.raises(SwarmError, match=r"no message from here within .* it is not at work"):
+            await BatchCall(Servers(peers, view), inputs, keep=False).forward()
+    await here.close()
+    await peers.close()

@@ -32,6 +32,7 @@ from swarm_plugins.backbone.version import cached_commit
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.offload.disk import read_queue
 from swarm_plugins.offload.model.experts import OffloadedWeight
 from swarm_plugins.testing.models import save_tiny
 
@@ -137,7 +138,11 @@ def test_a_copy_shares_the_experts_and_outlives_the_original(model: PreTrainedMo
 
 
 @torch.no_grad()
-def test_a_model_that_loses_its_first_layers_still_works_and_leaves_no_thread(directory: Path) -> None:
+def test_a_model_that_loses_its_first_layers_still_works_and_leaves_no_thread(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Idle readers end by themselves, sooner than the model is gone.
+    monkeypatch.setattr(read_queue, "_IDLE_S", 40.0)
     gc.collect()
     before = threading.active_count()
     model = load_offloaded(directory, FEW, device="cpu")
@@ -146,6 +151,7 @@ def test_a_model_that_loses_its_first_layers_still_works_and_leaves_no_thread(di
     gc.collect()
     found = model.model.layers[0](torch.ones(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8),) * 2)
     assert torch.equal(found, expected)
+    assert threading.active_count() > before
     del model
     gc.collect()
     assert threading.active_count() == before

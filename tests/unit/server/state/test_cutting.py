@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from gradients_kit import SHAPE, flat, inputs_of, random
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.state.cutting import MIN_PORTION_TOKENS, Portion, RunLimits, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
+from swarm_plugins.testing import save_tiny
 
 ROWS, LENGTH, WIDTH = SHAPE
 NUM_BLOCKS = 4
@@ -122,3 +126,17 @@ def test_rows_of_a_usual_length_have_a_graph_at_the_slowest_server(span: Span) -
     assert [one.part_tokens for one in parts] == [None, None]
     _, kept, _ = run_forward(span, parts, keep_bytes=1 << 30)
     assert kept is not None
+
+
+def test_a_row_takes_its_mask_too_in_a_model_that_makes_one(span: Span, tmp_path: Path) -> None:
+    row = SpanInputs(blocks=range(NUM_BLOCKS), hidden=torch.zeros(1, 64, WIDTH))
+    # As many bytes as the hidden states: between the blocks, and four more.
+    limits = RunLimits(run_bytes=64 * WIDTH * 4 * (NUM_BLOCKS + 4))
+    assert cut_batch(row, dataclasses.replace(span.spec, makes_masks=False), limits) == [Portion(inputs=row)]
+    with pytest.raises(CapacityError, match="one row of 64 tokens takes about"):
+        cut_batch(row, dataclasses.replace(span.spec, makes_masks=True), limits)
+    found = {}
+    for family in ("mixtral", "mixtral_sliding"):
+        save_tiny(family, tmp_path / family)
+        found[family] = load_span(Checkpoint.open(tmp_path / family), range(1)).spec.makes_masks
+    assert found == {"mixtral": False, "mixtral_sliding": True}
