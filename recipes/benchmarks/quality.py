@@ -20,8 +20,12 @@ from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.quantizing import other_tensors, quantize_checkpoint
-from swarm_plugins.offload.widths import Width, sort_key, width_text
+from swarm_plugins.offload.widths import Width, num_bits, width_text
 from swarm_plugins.talk.turns import load_tokenizer
+
+
+def _order(width: Width) -> tuple[int, str]:
+    return num_bits(width), str(width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class QualityReport(Report):
         """Yields one table, grouped by the width of attention as in the paper."""
         headings = ("attention", "experts", "size", "perplexity", "change of loss")
         table = new_table(f"{self.command}: {self.model}", headings)
-        order = sorted(self.rows, key=lambda row: (sort_key(row.attention_bits), sort_key(row.expert_bits)))
+        order = sorted(self.rows, key=lambda row: (_order(row.attention_bits), _order(row.expert_bits)))
         for row in reversed(order):
             table.add_row(
                 width_text(row.attention_bits),
@@ -97,10 +101,10 @@ def _measure(
 ) -> None:
     baseline: Tensor | None = None
     other_bytes: dict[Width, int] = {}
-    for expert_bits in sorted(experts, key=sort_key, reverse=True):
+    for expert_bits in sorted(experts, key=_order, reverse=True):
         store = work / f"experts-{expert_bits}"
         size = quantize_checkpoint(model, store, expert_bits=expert_bits, revision=revision)
-        for other_bits in sorted(attention, key=sort_key, reverse=True):
+        for other_bits in sorted(attention, key=_order, reverse=True):
             loaded = load_offloaded(store, OffloadConfig(prefetch=False), device="cpu")
             if other_bits not in other_bytes:
                 other_bytes[other_bits] = _num_bytes(loaded, other_bits)

@@ -39,11 +39,6 @@ def num_bits(width: Width) -> int:
     return 4 if width == NF4 else width
 
 
-def sort_key(width: Width) -> tuple[int, str]:
-    """Sorts widths by bits, then by name."""
-    return num_bits(width), str(width)
-
-
 def width_text(width: Width) -> str:
     """Returns a width in words: ``4 bits`` or ``nf4``."""
     return NF4 if width == NF4 else f"{width} bits"
