@@ -10,13 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from swarm_plugins.errors import ConfigError, SwarmError, one_line
+from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.hub.folder import PushTarget, push_command
 from swarm_plugins.hub.push import PushedVersion, RetryPlan, push_folder
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MAX_WAITING = 8
+"""Folders to be published; of more, the oldest stays on disk."""
 
 
 class BackgroundQueue(Generic[T]):
@@ -90,7 +93,6 @@ class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
     Args:
         token: Access token of the Hub. None: the stored one.
         retries: Attempts and pauses of each push.
-        max_waiting: Length of the queue; when it is full, the oldest folder stays on disk.
         on_pushed: Called in the worker's thread after each published version.
     """
 
@@ -99,23 +101,19 @@ class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
         *,
         token: str | bool | None = None,
         retries: RetryPlan | None = None,
-        max_waiting: int = 8,
         on_pushed: Callable[[PushedVersion], None] | None = None,
     ) -> None:
-        if max_waiting < 1:
-            raise ConfigError(f"max_waiting must be at least 1, got {max_waiting}")
         super().__init__("swarm-hub")
         self.pushed: list[PushedVersion] = []
         self.failed: list[Path] = []
         self._token = token
         self._retries = retries or RetryPlan()
-        self._max_waiting = max_waiting
         self._on_pushed = on_pushed
 
     def submit(self, folder: Path, target: PushTarget) -> None:
         """Queues a folder."""
         with self._changed:
-            if len(self._waiting) == self._max_waiting:
+            if len(self._waiting) == _MAX_WAITING:
                 oldest, _ = self._waiting.popleft()
                 self.failed.append(oldest)
                 how = push_command(oldest)

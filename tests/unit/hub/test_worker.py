@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import swarm_plugins.hub.worker as worker_module
-from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub import PushedVersion, PushTarget, PushWorker, RetryPlan
 from swarm_plugins.hub.push import push_folder
 from swarm_plugins.local_hub import LocalHub
@@ -99,9 +98,14 @@ def test_closing_has_a_deadline(
 
 
 def test_what_waits_is_bounded(
-    hub: LocalHub, target: PushTarget, make_folder: MakeFolder, gate: threading.Event
+    hub: LocalHub,
+    target: PushTarget,
+    make_folder: MakeFolder,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker = PushWorker(token=TOKEN, retries=FAST, max_waiting=1)
+    monkeypatch.setattr(worker_module, "_MAX_WAITING", 1)
+    worker = PushWorker(token=TOKEN, retries=FAST)
     folders = [make_folder(seed) for seed in range(3)]
     worker.submit(folders[0], target)
     deadline = time.monotonic() + HELD_S
@@ -113,8 +117,6 @@ def test_what_waits_is_bounded(
     gate.set()
     assert worker.close(30.0) == [folders[1]], "the older of the waiting ones stays on disk"
     assert [version.folder for version in worker.pushed] == [folders[0], folders[2]]
-    with pytest.raises(ConfigError, match=r"max_waiting must be at least 1, got 0"):
-        PushWorker(max_waiting=0)
 
 
 def test_a_closed_worker_starts_again(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
