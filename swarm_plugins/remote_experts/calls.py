@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,15 +23,12 @@ from swarm_plugins.client.calls.call import Answer, Call, Caller
 from swarm_plugins.client.calls.direct import Direct
 from swarm_plugins.client.calls.hedging import first_answer
 from swarm_plugins.client.calls.retries import Retries
-from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.remote_experts.checks import HolderGuard
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.routing import Share
 from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
-
-if TYPE_CHECKING:
-    from swarm_plugins.client.servers import Guard
 
 log = logging.getLogger(__name__)
 
@@ -122,24 +119,24 @@ class Holders:
     """Asks the holders of experts; all methods run on one event loop.
 
     Args:
-        peers: Sends the requests.
-        view: Knows the holders.
-        guard: Computes some answers again. None: all are believed.
+        view: Knows the holders, and how they are asked.
         on_answer: Called with the holder and the number of rows of each answer that has been checked.
     """
 
     def __init__(
         self,
-        peers: Peers,
         view: HolderView,
-        guard: Guard | None = None,
         on_answer: Callable[[str, int], None] = lambda peer, rows: None,
     ) -> None:
-        self.peers = peers
+        self.peers = view.peers
         self.view = view
-        self.guard = guard
-        caller: Caller = Direct(peers)
-        self._caller = caller if guard is None else guard.wrap(caller, view)
+        self.guard: HolderGuard | None = None
+        """Computes some answers again. None: all are believed."""
+        self._caller: Caller = Direct(view.peers)
+        if view.config.wants_checks(view.initial_peers):
+            self.guard = HolderGuard(view)
+            view.excludes = self.guard.is_excluded
+            self._caller = self.guard.wrap(self._caller, view)
         self._on_answer = on_answer
 
     async def run(self, rows: ExpertRows) -> Tensor:
@@ -231,7 +228,7 @@ class Holders:
         """Returns a holder's answer by expert."""
         width = rows.hidden.shape[1]
         limit = max(1, MAX_MESSAGE_BYTES // (3 * width * rows.hidden.element_size()))
-        limit = min(limit, self.view.max_rows(share.holder.peer) or limit)
+        limit = min(limit, self.view.max_batch_tokens(share.holder.peer) or limit)
         num_rows = sum(rows.num_rows(expert) for expert in share.experts)
         chunks = _chunks(rows, share, limit)
         found: list[tuple[_Chunk, Tensor]] = []

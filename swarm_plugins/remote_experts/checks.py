@@ -11,7 +11,6 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,11 +28,10 @@ from swarm_plugins.verification.local_blocks import Kind, UncheckableError
 from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.verification.recompute import NUDGES, nudged_hidden, packed
 from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
-from swarm_plugins.versions import ModelVersion
 
 if TYPE_CHECKING:
     from swarm_plugins.client.discovery.server_view import ServerView
-    from swarm_plugins.client.peers import Peers
+    from swarm_plugins.remote_experts.holders import HolderView
 
 _MAX_ROWS = 64
 """Rows of the expert that are computed again."""
@@ -55,17 +53,12 @@ class HolderGuard(CheckingGuard):
     """Examines answers of the holders that one owner asks; leaves out those in quarantine; see `Guard`.
 
     Args:
-        checker: Keeps the books.
-        peers: Asks a holder what it serves, before it is accused.
-        model: The model's directory or id.
-        version: Its version, which holders have.
+        view: Names the model, whose version holders have; asks a holder what it serves, before it is accused.
     """
 
-    def __init__(self, checker: Checker, peers: Peers, model: str | Path, version: ModelVersion) -> None:
-        super().__init__(checker)
-        self._peers = peers
-        self._model = model
-        self._version = version
+    def __init__(self, view: HolderView) -> None:
+        super().__init__(Checker(view.peers.book, user_quarantine(), model=str(view.version)))
+        self._view = view
         self._checkpoint: Checkpoint | None = None
         self._lock = threading.Lock()
         """One expert is in memory at a time."""
@@ -91,7 +84,7 @@ class HolderGuard(CheckingGuard):
             raise UncheckableError(one_line(exc)) from exc
         if verdict.is_wrong:
             # Its answers are not signed: one that was started anew computes otherwise than it is believed to.
-            now = await self._peers.info(server.peer)
+            now = await self._view.peers.info(server.peer)
             if checked_as(server.peer, server.what, now) != server:
                 raise SpanMovedError(f"holder {server.peer} was started anew, with other experts or in another type")
         return Finding(verdicts=[verdict], where=f"expert {sample.expert} of block {request.block}")
@@ -152,20 +145,16 @@ class HolderGuard(CheckingGuard):
     def _opened(self) -> Checkpoint:
         if self._checkpoint is None:
             # A branch of the Hub may have moved on since.
-            revision = None if self._version.is_local else self._version.revision
-            opened = Checkpoint.open(self._model, revision=revision)
-            if opened.version != self._version:
+            version = self._view.version
+            revision = None if version.is_local else version.revision
+            opened = Checkpoint.open(self._view.model, revision=revision)
+            if opened.version != version:
                 raise UnsupportedError(
                     f"{opened.name} has changed since the model was loaded: it is {opened.version} now, holders have "
-                    f"{self._version}"
+                    f"{version}"
                 )
             self._checkpoint = opened
         return self._checkpoint
-
-
-def make_holder_guard(peers: Peers, model: str | Path, version: ModelVersion) -> HolderGuard:
-    """Returns what examines answers of the holders of a model version."""
-    return HolderGuard(Checker(peers.book, user_quarantine(), model=str(version)), peers, model, version)
 
 
 def _sample(request: ExpertsRequest) -> _Sample:

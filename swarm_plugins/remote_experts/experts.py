@@ -7,10 +7,10 @@ implementation does it. So the gradient of the routing weights needs no message 
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,43 +26,32 @@ from swarm_plugins.errors import (
     one_line,
 )
 from swarm_plugins.moe import Routing, combine
+from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.remote_experts.calls import ExpertRows, Holders
 
 log = logging.getLogger(__name__)
 
 
-class Loop(Protocol):
-    """An event loop in another thread."""
-
-    def submit(self, coroutine: Coroutine[Any, Any, Tensor]) -> Future[Tensor]:
-        """Starts a coroutine on the loop."""
-
-
-class OwnExperts(Protocol):
-    """Experts that are computed on this machine."""
-
-    @property
-    def experts(self) -> range:
-        """Indices of the experts, in every block."""
-
-    def run(self, block: int, rows: Tensor, spans: Mapping[int, slice], grad: Tensor | None = None) -> Tensor:
-        """Returns outputs (or gradients) of expert-sorted rows ``[N, D]``; zeros outside the spans."""
+Submit = Callable[[Coroutine[Any, Any, Tensor]], Future[Tensor]]
+"""Starts a coroutine on an event loop in another thread."""
 
 
 class RemoteExperts:
     """Runs the experts of blocks at their holders, and those that are here meanwhile.
 
     Args:
-        holders: Asks the holders; called on ``loop`` only.
-        loop: Where the network runs.
+        holders: Asks the holders; called on the network's event loop only.
+        submit: Starts a coroutine there.
         own: Experts on this machine. None: all are elsewhere.
         lifeline: Kept alive as long as this is, such as the connection.
     """
 
-    def __init__(self, holders: Holders, loop: Loop, own: OwnExperts | None = None, *, lifeline: object = None) -> None:
+    def __init__(
+        self, holders: Holders, submit: Submit, own: HeldExperts | None = None, *, lifeline: object = None
+    ) -> None:
         self.holders = holders
         self.own = own
-        self._loop = loop
+        self._submit = submit
         self._lifeline = lifeline
         self._waiting: set[Future[Tensor]] = set()
         self._is_rehearsing = False
@@ -146,7 +135,7 @@ class RemoteExperts:
             spans=spans,
             grad=None if grad is None else grad.detach().cpu(),
         )
-        future = self._loop.submit(self.holders.run(rows))
+        future = self._submit(self.holders.run(rows))
         self._waiting.add(future)
         return future
 

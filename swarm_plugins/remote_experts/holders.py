@@ -69,10 +69,6 @@ class HolderView(ServerView):
         blocks = range(max(info.start, self.blocks.start), min(info.end, self.blocks.stop))
         return [(block, eighth, info.slice) for block in blocks for eighth in eighths]
 
-    def max_rows(self, peer: str) -> int | None:
-        """Returns the most rows that a holder accepts in one request; None: it names no limit."""
-        return self.max_batch_tokens(peer) or None
-
     async def shares(
         self, block: int, loads: Mapping[int, int], *, without: Collection[str], failure: SwarmError | None
     ) -> list[Share]:

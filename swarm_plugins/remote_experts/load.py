@@ -13,7 +13,6 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.saving import refuse_saving
 from swarm_plugins.remote_experts.calls import Holders
-from swarm_plugins.remote_experts.checks import make_holder_guard
 from swarm_plugins.remote_experts.experts import RemoteExperts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import IMPLEMENTATION, RemoteExpertsModule, turn_into_remote
@@ -61,9 +60,6 @@ def load_remote_experts(
         raise ConfigError("the connection is closed: give an open one")
     num_blocks = int(moe.config.get_text_config(decoder=True).num_hidden_layers)
     version = moe.checkpoint.version if moe.quantized is None else moe.quantized.manifest.base_version
-    guard = None
-    if opened.config.wants_checks(opened.initial_peers):
-        guard = make_holder_guard(opened.peers, name_or_dir, version)
     view = HolderView(
         opened.network,
         opened.peers,
@@ -72,12 +68,10 @@ def load_remote_experts(
         num_blocks=num_blocks,
         model=str(name_or_dir),
         initial_peers=opened.initial_peers,
-        excludes=lambda peer: guard is not None and guard.is_excluded(peer),
         blocks=range(num_blocks),
         num_experts=moe.store.num_experts,
     )
-    holders = Holders(opened.peers, view, guard)
-    experts = RemoteExperts(holders, opened.loop, lifeline=opened)
+    experts = RemoteExperts(Holders(view), opened.loop.submit, lifeline=opened)
     model = moe.load_rest(place)
     for block, path in moe.paths.items():
         turn_into_remote(model.get_submodule(path), moe.outline.get_submodule(path), place, block, experts)

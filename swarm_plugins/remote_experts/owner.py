@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from swarm_plugins.book.rules import Rules
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.remote_experts.calls import Holders
-from swarm_plugins.remote_experts.checks import make_holder_guard
 from swarm_plugins.remote_experts.experts import RemoteExperts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import turn_into_remote
@@ -32,19 +29,8 @@ _CONFIG = SwarmConfig(max_retries=3, request_timeout_s=30.0, connect_timeout_s=1
 _SLACK_S = 1.0
 
 
-class _ServerLoop:
-    """The event loop of a server, for its compute thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def submit(self, coroutine: Coroutine[Any, Any, Tensor]) -> Future[Tensor]:
-        """Starts a coroutine on the loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-
 class RemoteShare:
-    """The experts that a server's blocks fetch from other peers.
+    """The experts that a server's blocks fetch from other peers; made on the server's event loop.
 
     Args:
         network: Opens streams to peers, and looks them up.
@@ -62,6 +48,7 @@ class RemoteShare:
     def __init__(
         self,
         network: Network,
+        *,
         version: ModelVersion,
         num_blocks: int,
         blocks: range,
@@ -71,15 +58,14 @@ class RemoteShare:
         own: HeldExperts | None,
         on_answer: Callable[[str, int], None] = lambda peer, rows: None,
     ) -> None:
-        self.own = own
         self.num_experts: dict[int, int] = {}
         """Experts of each block that has any; known when the span has been loaded."""
         self._device = device
-        peers = Peers(network, _CONFIG, rules=Rules(longest_s=_CONFIG.request_timeout_s, slack_s=_SLACK_S))
-        guard = make_holder_guard(peers, model, version) if _CONFIG.wants_checks(addresses) else None
+        self._here = range(0) if own is None else own.experts
+        rules = Rules(longest_s=_CONFIG.request_timeout_s, slack_s=_SLACK_S)
         view = HolderView(
             network,
-            peers,
+            Peers(network, _CONFIG, rules=rules),
             _CONFIG,
             version=version,
             num_blocks=num_blocks,
@@ -87,13 +73,16 @@ class RemoteShare:
             initial_peers=addresses,
             blocks=blocks,
             num_experts=self.num_experts,
-            here=range(0) if own is None else own.experts,
+            here=self._here,
             # Clients wait and ask again themselves.
             may_pause=False,
-            excludes=lambda peer: guard is not None and guard.is_excluded(peer),
         )
-        holders = Holders(peers, view, guard, on_answer)
-        self.experts = RemoteExperts(holders, _ServerLoop(asyncio.get_running_loop()), own)
+        loop = asyncio.get_running_loop()
+        self.experts = RemoteExperts(
+            Holders(view, on_answer),
+            lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop),
+            own,
+        )
 
     def attach(self, block: int, module: nn.Module, outline: nn.Module) -> None:
         """Makes the experts of a block run at holders."""
@@ -107,8 +96,7 @@ class RemoteShare:
     @property
     def needs(self) -> tuple[tuple[int, int, int, int], ...]:
         """The experts that are fetched; see `ServerInfo`."""
-        here = range(0) if self.own is None else self.own.experts
-        return needed_runs(self.num_experts, here)
+        return needed_runs(self.num_experts, self._here)
 
     async def close(self) -> None:
         """Ends what waits for holders, and closes the streams to them. Idempotent."""

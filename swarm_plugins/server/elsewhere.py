@@ -6,12 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch
 from torch import nn
-
-from swarm_plugins.offload.held import HeldExperts
-from swarm_plugins.transport.channel import Network
-from swarm_plugins.versions import ModelVersion
 
 
 class ExpertsElsewhere(Protocol):
@@ -33,32 +28,6 @@ class ExpertsElsewhere(Protocol):
         """Ends what waits for holders. Idempotent."""
 
 
-class FetchExperts(Protocol):
-    """`swarm_plugins.remote_experts.owner.RemoteShare` fits."""
-
-    def __call__(
-        self,
-        network: Network,
-        version: ModelVersion,
-        num_blocks: int,
-        blocks: range,
-        addresses: tuple[str, ...],
-        model: str,
-        device: torch.device,
-        own: HeldExperts | None,
-        on_answer: Callable[[str, int], None],
-    ) -> ExpertsElsewhere:
-        """Prepares a server's experts elsewhere; called on its event loop.
-
-        Args:
-            network: Opens streams to peers, and looks them up.
-            version: Of the model.
-            num_blocks: Blocks of the whole model.
-            blocks: Blocks of this server.
-            addresses: Addresses to join the swarm by, or this server's own.
-            model: The model's directory or id.
-            device: Where the blocks compute.
-            own: Experts that this server has itself. None: none.
-            on_answer: Called with the holder and the number of rows of each good answer.
-        """
-        ...
+FetchExperts = Callable[..., ExpertsElsewhere]
+"""Prepares a server's experts elsewhere, on its event loop: `swarm_plugins.remote_experts.owner.RemoteShare`, whose
+parameters a server gives by name."""

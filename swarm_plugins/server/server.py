@@ -179,14 +179,14 @@ class SwarmServer:
                 raise ConfigError(_NO_FETCHING)
             share = self._share = self._fetch_experts(
                 self._presence,
-                weights.version,
-                num_blocks,
-                blocks,
-                config.initial_peers or await self.addresses(),
-                config.model,
-                device,
-                self._held,
-                self._points.earned,
+                version=weights.version,
+                num_blocks=num_blocks,
+                blocks=blocks,
+                addresses=config.initial_peers or await self.addresses(),
+                model=config.model,
+                device=device,
+                own=self._held,
+                on_answer=self._points.earned,
             )
             loader.elsewhere, loader.rehearsing = share.attach, share.rehearsing
         span = await in_thread(lambda: loader.load(blocks))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -186,7 +187,8 @@ def test_a_model_on_the_hub_is_opened_at_the_commit_that_holders_have(
 
     with serving(mixtral, REPLICAS, config=CHECKED) as holders:
         model = load(holders)
-        monkeypatch.setattr(guard_of(model), "_version", ModelVersion("a/b", "0" * 40))
+        view = SimpleNamespace(version=ModelVersion("a/b", "0" * 40), model="a/b")
+        monkeypatch.setattr(guard_of(model), "_view", view)
         monkeypatch.setattr(Checkpoint, "open", found)
         outcome(model)
     assert set(asked) == {"0" * 40}

@@ -38,8 +38,16 @@ def owned(
     loop = holders.connection.loop
 
     async def share_on_loop() -> RemoteShare:
-        model = str(holders.directory)
-        return RemoteShare(holders.transport, checkpoint.version, num_blocks, range(num_blocks), (), model, CPU, own)
+        return RemoteShare(
+            holders.transport,
+            version=checkpoint.version,
+            num_blocks=num_blocks,
+            blocks=range(num_blocks),
+            addresses=(),
+            model=str(holders.directory),
+            device=CPU,
+            own=own,
+        )
 
     share = loop.run(share_on_loop())
     with share.experts.rehearsing():
@@ -120,7 +128,7 @@ def test_other_families_compute_the_same(family: str, held: dict[str, Held], mod
 def test_experts_here_are_computed_while_the_others_are_on_their_way(mixtral: Path) -> None:
     events: list[str] = []
     with serving(mixtral, {"a": Held(range(2))}) as holders, owned(holders, range(2, 4)) as (span, share):
-        wait, run = share.experts._wait, share.own.run  # type: ignore[union-attr]
+        wait, run = share.experts._wait, share.experts.own.run  # type: ignore[union-attr]
 
         def noting_wait(future: Future[torch.Tensor], block: int) -> torch.Tensor:
             events.append("wait")
@@ -131,7 +139,7 @@ def test_experts_here_are_computed_while_the_others_are_on_their_way(mixtral: Pa
             return run(*args, **kwargs)
 
         share.experts._wait = noting_wait  # type: ignore[method-assign]
-        share.own.run = noting_run  # type: ignore[union-attr,method-assign]
+        share.experts.own.run = noting_run  # type: ignore[union-attr,method-assign]
         span.forward(SpanInputs(blocks=span.blocks, hidden=HIDDEN))
     assert events == ["own, 1 on the way", "wait"] * 2
 
