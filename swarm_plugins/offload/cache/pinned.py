@@ -12,7 +12,7 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.disk.buffers import BufferPool
 from swarm_plugins.offload.disk.cuda_copies import CudaCopies, CudaCopy
-from swarm_plugins.offload.disk.loaders import ExpertReader
+from swarm_plugins.offload.disk.loaders import Loader
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
@@ -24,8 +24,8 @@ class _Kept(NamedTuple):
     """The part of its memory that the expert fills."""
 
 
-class PinnedLoader:
-    """Copies experts from RAM, after reading missing ones into it; a `Loader`.
+class PinnedLoader(Loader):
+    """Copies experts from RAM, after reading missing ones into it.
 
     Experts beyond ``ram_bytes`` pass through a buffer of their reader.
     """
@@ -38,9 +38,8 @@ class PinnedLoader:
         ram_bytes: int,
         queue: ReadQueue,
     ) -> None:
-        self._formats = formats
+        super().__init__(store, formats, queue)
         self._copies = copies
-        self._reader = ExpertReader(store, formats, queue)
         self._lock = threading.Lock()
         stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
         self._policy = Residency(store.num_experts, stored, ram_bytes)
@@ -68,8 +67,8 @@ class PinnedLoader:
         """Reads an expert from disk into RAM and starts the copy, see `Loader.load`."""
         buffer, is_kept = self._buffer(key)
         try:
-            expert = self._reader.fit(key, buffer[: self._formats[key.layer].stored.num_bytes])
-            num_bytes = self._reader.read(key, expert, job)
+            expert = self._fit(key, buffer[: self._formats[key.layer].stored.num_bytes])
+            num_bytes = self._read(key, expert, job)
             with self._lock:
                 arrival = self._start(key, expert, into)
         except BaseException:
@@ -91,7 +90,7 @@ class PinnedLoader:
             self._last.clear()
             self._kept.clear()
             self._spare.clear()
-        self._reader.close()
+        super().close()
 
     def _buffer(self, key: ExpertKey) -> tuple[Tensor, bool]:
         """Returns a buffer to read into, and whether it stays in RAM."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,15 +16,23 @@ from swarm_plugins.offload.formats.experts import check_scales
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
 
-class Loader(Protocol):
-    """Fills a buffer of fast memory."""
+class Loader(ABC):
+    """Fills buffers of fast memory with experts, which it reads as they are stored, on the threads of a queue."""
 
+    def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
+        self._store = store
+        self._formats = formats
+        self._reader = RangeReader(queue)
+
+    @abstractmethod
     def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
         """Returns the part of a buffer's memory that an expert is to be loaded into, as large as the buffer."""
 
+    @abstractmethod
     def quick(self, key: ExpertKey, into: Tensor) -> CudaCopy | None:
         """Starts a copy that fills the buffer; None if `load` has to be called, on a reader thread."""
 
+    @abstractmethod
     def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, CudaCopy | None]:
         """Fills the buffer; called on reader threads.
 
@@ -38,42 +46,30 @@ class Loader(Protocol):
 
     def close(self) -> None:
         """Drops its memory and closes its files; a file that a load still reads from is closed when that has ended."""
+        self._reader.close()
 
-
-class ExpertReader:
-    """Reads experts as they are stored, on the threads of a queue."""
-
-    def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
-        self._store = store
-        self._formats = formats
-        self._reader = RangeReader(queue)
-
-    def fit(self, key: ExpertKey, buffer: Tensor) -> Tensor:
+    def _fit(self, key: ExpertKey, buffer: Tensor) -> Tensor:
         """Returns the part of a buffer's memory that the disk can write an expert to without a copy."""
         return fitted(buffer, self._store.ranges(key), self._formats[key.layer].stored.alignment)
 
-    def read(self, key: ExpertKey, into: Tensor, job: Job) -> int:
-        """Reads an expert and returns the bytes taken from disk; raises what `Loader.load` does."""
+    def _read(self, key: ExpertKey, into: Tensor, job: Job) -> int:
+        """Reads an expert and returns the bytes taken from disk; raises what `load` does."""
         num_bytes = self._reader.read(self._store.ranges(key), into.numpy(), job)
         check_scales(self._formats[key.layer].stored, into, key)
         return num_bytes
 
-    def close(self) -> None:
-        self._reader.close()
 
-
-class DiskLoader:
+class DiskLoader(Loader):
     """Reads into RAM, and converts there if the format computes with other bytes than are stored."""
 
     def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
-        self._formats = formats
-        self._reader = ExpertReader(store, formats, queue)
+        super().__init__(store, formats, queue)
         self._own = threading.local()
 
     def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
         """Returns where the disk can write without a copy."""
         form = self._formats[key.layer]
-        return self._reader.fit(key, buffer) if form.stored is form.computed else buffer
+        return self._fit(key, buffer) if form.stored is form.computed else buffer
 
     def quick(self, key: ExpertKey, into: Tensor) -> CudaCopy | None:
         """Returns None: a disk has to be waited for."""
@@ -82,14 +78,11 @@ class DiskLoader:
     def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, None]:
         form = self._formats[key.layer]
         if form.stored is form.computed:
-            return self._reader.read(key, into, job), None
-        stored = self._reader.fit(key, self._staging(form.stored.num_bytes))
-        num_bytes = self._reader.read(key, stored, job)
+            return self._read(key, into, job), None
+        stored = self._fit(key, self._staging(form.stored.num_bytes))
+        num_bytes = self._read(key, stored, job)
         form.convert(stored, into)
         return num_bytes, None
-
-    def close(self) -> None:
-        self._reader.close()
 
     def _staging(self, num_bytes: int) -> Tensor:
         staging: Tensor | None = getattr(self._own, "staging", None)
