@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM
-from swarm_plugins.parallel import count_traffic, parallelism_of, parallelize, synchronize_gradients
+from swarm_plugins.parallel import (
+    clip_gradients,
+    count_traffic,
+    parallelism_of,
+    parallelize,
+    synchronize_gradients,
+)
 from swarm_plugins.testing import tiny_config
 
 SEQUENCE = 6
@@ -55,26 +61,30 @@ def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
 
 
-def differences(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
-    """One training step of both, the parallel one on this rank's rows: the largest differences, relative."""
-    data = parallelism_of(model).batch_mesh["data"]
-    batch = tokens(2 * data.size())
-    rows = batch[2 * data.get_local_rank() :][:2]
-    logits, wanted = model(rows).logits, reference(batch).logits
-    loss_of(logits, rows).backward()
+def compare(model: Any, reference: Any) -> dict[str, float]:
+    """A training step of both, the parallel one on this rank's rows: the largest differences, relative.
+
+    Of the logits, of each gradient, of their norm, and of the norm after clipping to 0.5.
+    """
+    batch, own = own_rows(model)
+    logits, wanted = model(input_ids=batch[own]).logits, reference(input_ids=batch).logits
+    loss_of(logits, batch[own]).backward()
     loss_of(wanted, batch).backward()
     synchronize_gradients(model)
     found, right = grads_of(model), grads_of(reference)
     assert found.keys() == right.keys()
-    errors = {"logits": relative(logits, wanted[2 * data.get_local_rank() :][:2])}
-    for kind, word in (("experts", ".experts."), ("router", ".gate."), ("dense", "")):
-        names = [name for name in right if word in name and (word or not {".experts.", ".gate."} & parts(name))]
-        errors[kind] = max(relative(found[name], right[name]) for name in names)
-    return errors
+    errors = {name: relative(found[name], gradient) for name, gradient in right.items()}
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    errors["norm"] = relative(clip_gradients(model, 0.5), norm)
+    errors["clipped"] = relative(clip_gradients(model, float("inf")), norm.clamp(max=0.5))
+    return {"logits": relative(logits, wanted[own]), **errors}
 
 
-def parts(name: str) -> set[str]:
-    return {word for word in (".experts.", ".gate.") if word in name}
+def own_rows(model: nn.Module) -> tuple[Tensor, slice]:
+    """A batch of two rows for each group that shares them, and where those of this rank are."""
+    data = parallelism_of(model).batch_mesh["data"]
+    first = 2 * data.get_local_rank()
+    return tokens(2 * data.size()), slice(first, first + 2)
 
 
 def relative(found: Tensor, right: Tensor) -> float:
@@ -83,7 +93,7 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 def equal_to_one_process(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """For each case, arguments of `parallel`: the differences from one process."""
-    return [differences(parallel(**case), mixture(case.get("family", "mixtral"))) for case in cases]
+    return [compare(parallel(**case), mixture(case.get("family", "mixtral"))) for case in cases]
 
 
 def parallel(family: str = "mixtral", tp: int = 1, **how: Any) -> PreTrainedModel:
@@ -100,10 +110,7 @@ def step(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
     """Logits and gradients of this rank's rows."""
     logits = model(rows).logits
     loss_of(logits, rows).backward()
-    return {
-        "logits": logits,
-        **{name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None},
-    }
+    return {"logits": logits, **grads_of(model)}
 
 
 def same_bits(cases: list[dict[str, Any]]) -> list[list[str]]:

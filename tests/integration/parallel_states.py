@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_checks import loss_of, mixture, parallel, relative, tensor_mesh, tokens
+from parallel_checks import loss_of, mixture, own_rows, parallel, relative, tensor_mesh, tokens
 from parallel_failures import said
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DistributedConfig
 
 from swarm_plugins.parallel import (
-    clip_gradients,
     gather_state_dict,
     load_parallel,
-    parallelism_of,
     parallelize,
     scatter_state_dict,
     synchronize_gradients,
@@ -77,30 +75,11 @@ def saved_and_loaded(folder: str) -> list[float]:
 
 
 def one_step(model: Any) -> None:
-    data = parallelism_of(model).batch_mesh["data"]
-    rows = tokens(2 * data.size())[2 * data.get_local_rank() :][:2]
+    batch, own = own_rows(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loss_of(model(rows).logits, rows).backward()
+    loss_of(model(batch[own]).logits, batch[own]).backward()
     synchronize_gradients(model)
     optimizer.step()
-
-
-def clipped(cases: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
-    """For each case: the norm of one process, the norm measured in parallel, and the norm after clipping to 0.5."""
-    return [norms(case) for case in cases]
-
-
-def norms(case: dict[str, Any]) -> tuple[float, float, float]:
-    model, reference = parallel(**case), mixture(case.get("family", "mixtral"))
-    data = parallelism_of(model).batch_mesh["data"]
-    batch = tokens(2 * data.size())
-    rows = batch[2 * data.get_local_rank() :][:2]
-    loss_of(model(rows).logits, rows).backward()
-    loss_of(reference(batch).logits, batch).backward()
-    synchronize_gradients(model)
-    right = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-    norm = clip_gradients(model, 0.5)
-    return float(right), float(norm), float(clip_gradients(model, float("inf")))
 
 
 def held_bytes() -> tuple[int, int]:

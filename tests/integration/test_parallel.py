@@ -46,7 +46,7 @@ EIGHT = [
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(2, ANY_WORLD), (4, ANY_WORLD + FOUR), (8, EIGHT)], ids=["2", "4", "8"]
 )
-def test_logits_and_gradients_are_those_of_one_process(world_size: int, cases: list[dict[str, Any]]) -> None:
+def test_logits_gradients_and_their_norm_are_those_of_one_process(world_size: int, cases: list[dict[str, Any]]) -> None:
     for errors in run_ranks(world_size, equal_to_one_process, cases):
         for case, one in zip(cases, errors, strict=True):
             assert max(one.values()) < 1e-4, (case, one)
