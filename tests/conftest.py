@@ -98,6 +98,25 @@ def cold_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_plugins.child.subprocess", subprocess)
 
 
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model of four blocks, for tests that only read it."""
+    return saved_tiny("llama", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts of four blocks, for tests that only read it."""
+    return saved_tiny("mixtral", tmp_path_factory)
+
+
+def saved_tiny(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Late: many tests need no torch.
+    from swarm_plugins.testing.models import save_tiny
+
+    return save_tiny(family, tmp_path_factory.mktemp("models") / f"tiny-{family}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     import torch

@@ -14,15 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm_plugins.testing.models import save_tiny
-
 START_S = 120.0
 END_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
 
 
 def demo(*arguments: str) -> subprocess.Popen[str]:
@@ -47,8 +40,10 @@ def run_to_end(timeout_s: float, *arguments: str) -> str:
 
 @pytest.mark.swarm
 @pytest.mark.parametrize("method", ["lora", "prompt"])
-def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp_path: Path, method: str) -> None:
-    output = run_to_end(240, "--model", str(model), "--method", method, "--dir", str(tmp_path / "demo"))
+def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(
+    tiny_mixtral: Path, tmp_path: Path, method: str
+) -> None:
+    output = run_to_end(240, "--model", str(tiny_mixtral), "--method", method, "--dir", str(tmp_path / "demo"))
     assert len(re.findall(r"process \d+ serves blocks", output)) == 3
     assert "published as me/sotu-adapter@v1" in output
     after, here = (re.search(rf"held-out loss {word}: +(\S+ ± \S+)", output) for word in ("after", "here"))
@@ -72,9 +67,9 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
         pytest.param("4. generate", id="generating"),
     ],
 )
-def test_ctrl_c_ends_the_servers_too(model: Path, tmp_path: Path, said: str) -> None:
+def test_ctrl_c_ends_the_servers_too(tiny_mixtral: Path, tmp_path: Path, said: str) -> None:
     steps = "100" if "100" in said else "2"
-    with demo("--model", str(model), "--steps", steps, "--dir", str(tmp_path / "demo")) as process:
+    with demo("--model", str(tiny_mixtral), "--steps", steps, "--dir", str(tmp_path / "demo")) as process:
         try:
             wait_until(process, said)
             children = children_of(process)
@@ -90,8 +85,8 @@ def test_ctrl_c_ends_the_servers_too(model: Path, tmp_path: Path, said: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_a_server_killed_amid_training_ends_the_demo_with_one_sentence(model: Path, tmp_path: Path) -> None:
-    with demo("--model", str(model), "--steps", "100", "--dir", str(tmp_path / "demo")) as process:
+def test_a_server_killed_amid_training_ends_the_demo_with_one_sentence(tiny_mixtral: Path, tmp_path: Path) -> None:
+    with demo("--model", str(tiny_mixtral), "--steps", "100", "--dir", str(tmp_path / "demo")) as process:
         try:
             heard = wait_until(process, "training: 1 of 100 steps")
             pid = re.search(r"process (\d+) serves blocks", heard)

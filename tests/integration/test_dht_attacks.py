@@ -29,7 +29,6 @@ from typer.testing import CliRunner
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
 from swarm_plugins.cli import app
 from swarm_plugins.client import connect
-from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.identity import Identity, new_identity
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key, sign_record
@@ -45,13 +44,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def swarm(model: Path) -> Iterator[LocalSwarm]:
-    with LocalSwarm(model, num_servers=2) as swarm:
+def swarm(tiny_llama: Path) -> Iterator[LocalSwarm]:
+    with LocalSwarm(tiny_llama, num_servers=2) as swarm:
         yield swarm
 
 
@@ -95,9 +89,9 @@ async def watch(swarm: LocalSwarm, honest: PreTrainedModel, expected: Tensor) ->
     return Seen(await watching, median(rounds))
 
 
-def test_calls_without_end_hold_up_no_decoding(model: Path, swarm: LocalSwarm) -> None:
+def test_calls_without_end_hold_up_no_decoding(tiny_llama: Path, swarm: LocalSwarm) -> None:
     with connect(swarm.initial_peers, SwarmConfig()) as connection:
-        honest = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        honest = AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=connection)
         expected = generate(honest)
         memory = psutil.Process(swarm.servers[0].pid).memory_info
         before = memory().rss
@@ -128,7 +122,7 @@ async def node_full_of_sybils(addresses: list[str]) -> AsyncIterator[SwarmNode]:
         yield node
 
 
-def test_a_node_that_names_thousands_of_servers_hides_none(model: Path, swarm: LocalSwarm) -> None:
+def test_a_node_that_names_thousands_of_servers_hides_none(tiny_llama: Path, swarm: LocalSwarm) -> None:
     async def body() -> None:
         async with node_full_of_sybils(swarm.initial_peers) as node:
             # A client of both, and one of the honest servers, which have met the hostile node.
@@ -138,7 +132,7 @@ def test_a_node_that_names_thousands_of_servers_hides_none(model: Path, swarm: L
     def is_served(peers: list[str]) -> bool:
         with connect(peers, SwarmConfig(request_timeout_s=60.0)) as connection:
             started = time.monotonic()
-            generate(AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection))
+            generate(AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=connection))
             return time.monotonic() - started < 20.0  # 1 to 2 s; before, MissingBlocksError
 
     asyncio.run(asyncio.wait_for(body(), 240))
@@ -180,9 +174,9 @@ async def send_sybils(address: str) -> list[bool]:
     return stored
 
 
-def test_4200_records_change_nothing_for_running_and_new_clients(model: Path, swarm: LocalSwarm) -> None:
+def test_4200_records_change_nothing_for_running_and_new_clients(tiny_llama: Path, swarm: LocalSwarm) -> None:
     with connect(swarm.initial_peers, SwarmConfig()) as connection:
-        running = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        running = AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=connection)
         expected = generate(running)
         memory = psutil.Process(swarm.servers[0].pid).memory_info
         before = memory().rss
@@ -192,7 +186,7 @@ def test_4200_records_change_nothing_for_running_and_new_clients(model: Path, sw
         assert generate(running).equal(expected)
         assert memory().rss - before < 50 * MIB
     with connect(swarm.initial_peers, SwarmConfig()) as connection:
-        new = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        new = AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=connection)
         assert generate(new).equal(expected)
     arguments = ["status", "--json", "--timeout=20", f"--initial-peers={swarm.initial_peers[0]}"]
     shown = CliRunner().invoke(app, arguments)
@@ -200,10 +194,10 @@ def test_4200_records_change_nothing_for_running_and_new_clients(model: Path, sw
     assert {one["peer"] for one in found["servers"]} == {server.peer_id for server in swarm.servers}
 
 
-def test_a_static_client_asks_the_servers_themselves(model: Path, swarm: LocalSwarm) -> None:
+def test_a_static_client_asks_the_servers_themselves(tiny_llama: Path, swarm: LocalSwarm) -> None:
     with connect(swarm.initial_peers, SwarmConfig(discovery="static")) as connection:
-        remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
-        assert torch.equal(generate(remote), generate(AutoModelForCausalLM.from_pretrained(model)))
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=connection)
+        assert torch.equal(generate(remote), generate(AutoModelForCausalLM.from_pretrained(tiny_llama)))
     arguments = ["status", "--json", "--timeout=20", "--discovery", "static"]
     shown = CliRunner().invoke(app, [*arguments, *(f"--initial-peers={one}" for one in swarm.initial_peers)])
     (found,) = json.loads(shown.stdout)

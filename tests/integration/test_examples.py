@@ -16,7 +16,6 @@ from safetensors import safe_open
 
 from swarm_plugins import LocalSwarm
 from swarm_plugins.demo import smollm2
-from swarm_plugins.testing.models import save_tiny
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -27,13 +26,8 @@ END_S = 200.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
-
-
-@pytest.fixture(scope="module")
-def peers(model: Path) -> Iterator[Mapping[str, str]]:
-    with LocalSwarm(model, num_servers=2) as swarm:
+def peers(tiny_mixtral: Path) -> Iterator[Mapping[str, str]]:
+    with LocalSwarm(tiny_mixtral, num_servers=2) as swarm:
         yield {"SWARM_INITIAL_PEERS": " ".join(swarm.initial_peers)}
 
 
@@ -73,18 +67,18 @@ def tensor_names(adapter: Path) -> set[str]:
 
 
 def test_the_plain_loop_lowers_the_loss_and_saves_an_adapter(
-    model: Path, peers: Mapping[str, str], tmp_path: Path
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
 ) -> None:
-    losses = numbers(r"loss ([\d.]+)", run(tmp_path, *example("plain_loop.py"), model, environment=peers))
+    losses = numbers(r"loss ([\d.]+)", run(tmp_path, *example("plain_loop.py"), tiny_mixtral, environment=peers))
     assert len(losses) == 10
     assert losses[-1] < losses[0]
     assert all("lora_" in name for name in tensor_names(tmp_path / "runs" / "plain_loop"))
 
 
 def test_the_trainer_of_transformers_saves_checkpoints_of_the_adapter_alone(
-    model: Path, peers: Mapping[str, str], tmp_path: Path
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
 ) -> None:
-    said = run(tmp_path, *example("transformers_trainer.py"), model, environment=peers)
+    said = run(tmp_path, *example("transformers_trainer.py"), tiny_mixtral, environment=peers)
     assert numbers(r"'train_loss': ([\d.]+)", said)
     for step in (3, 6):
         checkpoint = tmp_path / "runs" / "transformers_trainer" / f"checkpoint-{step}"
@@ -92,8 +86,8 @@ def test_the_trainer_of_transformers_saves_checkpoints_of_the_adapter_alone(
         assert not list(checkpoint.glob("model*.safetensors"))
 
 
-def test_sft_of_trl_trains(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
-    said = run(tmp_path, *example("trl_sft.py"), model, environment=peers)
+def test_sft_of_trl_trains(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    said = run(tmp_path, *example("trl_sft.py"), tiny_mixtral, environment=peers)
     assert numbers(r"'train_loss': ([\d.]+)", said)
 
 
@@ -110,28 +104,41 @@ def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path) -> None:
     assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
-def test_the_recipe_of_rewards_samples_and_trains(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
-    options = ["--base", model, "--steps", "2", "--texts", "4", "--new-tokens", "12", "--output", tmp_path / "out"]
+def test_the_recipe_of_rewards_samples_and_trains(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    options = [
+        "--base",
+        tiny_mixtral,
+        "--steps",
+        "2",
+        "--texts",
+        "4",
+        "--new-tokens",
+        "12",
+        "--output",
+        tmp_path / "out",
+    ]
     said = run(tmp_path, sys.executable, ROOT / "recipes" / "grpo.py", *options, environment=peers)
     assert len(numbers(r"step \d: held-out reward ([\d.]+)", said)) == 2
     assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
-def test_the_notebook_serves_trains_and_generates(model: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, *example("notebook_style.py"), model, environment={})
+def test_the_notebook_serves_trains_and_generates(tiny_mixtral: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("notebook_style.py"), tiny_mixtral, environment={})
     assert "Four score and seven years ago" in said
 
 
-def test_the_quickstart_goes_the_whole_way(model: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, *example("quickstart.py"), "--model", model, "--steps", "6", environment={})
+def test_the_quickstart_goes_the_whole_way(tiny_mixtral: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("quickstart.py"), "--model", tiny_mixtral, "--steps", "6", environment={})
     [before] = numbers(r"([\d.]+) before", said)
     [after] = numbers(r"([\d.]+) after", said)
     assert after < before
     assert tensor_names(tmp_path / "build" / "quickstart-adapter")
 
 
-def test_fabric_run_knows_the_strategy_and_resumes(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
-    options = ["--base", model, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
+def test_fabric_run_knows_the_strategy_and_resumes(
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+) -> None:
+    options = ["--base", tiny_mixtral, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
     command = [*fabric_run(), *options]
     first = run(tmp_path, *command, "--steps", "10", environment=peers)
     before, after = numbers(r"held-out loss ([\d.]+)", first)
@@ -147,9 +154,9 @@ def test_fabric_run_knows_the_strategy_and_resumes(model: Path, peers: Mapping[s
     assert numbers(r"held-out loss ([\d.]+)", second)[0] == after
 
 
-def test_fabric_run_without_a_swarm_says_how_to_name_one(model: Path, tmp_path: Path) -> None:
+def test_fabric_run_without_a_swarm_says_how_to_name_one(tiny_mixtral: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "SWARM_INITIAL_PEERS": ""}
-    command = [*fabric_run(), "--base", model, "--dataset", TEXT]
+    command = [*fabric_run(), "--base", tiny_mixtral, "--dataset", TEXT]
     done = subprocess.run(
         [str(word) for word in command],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=END_S, check=False,

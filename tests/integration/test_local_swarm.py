@@ -20,17 +20,11 @@ from typer.testing import CliRunner
 from swarm_plugins.cli.main import app
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.local_swarm import LocalSwarm
-from swarm_plugins.testing.models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("cold_servers")
 
 # What a parent's death costs: a poll of half a second, and leaving the swarm.
 GONE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def trees(pids: list[int]) -> list[psutil.Process]:
@@ -43,8 +37,8 @@ def status(*arguments: str) -> Result:
 
 
 @pytest.mark.swarm
-def test_servers_serve_their_spans_and_status_names_what_is_missing(model: Path) -> None:
-    swarm = LocalSwarm(model, spans=[(0, 2), (2, 3)], dtype="float32", kv_bytes="16MB")
+def test_servers_serve_their_spans_and_status_names_what_is_missing(tiny_llama: Path) -> None:
+    swarm = LocalSwarm(tiny_llama, spans=[(0, 2), (2, 3)], dtype="float32", kv_bytes="16MB")
     with swarm:
         assert [server.span for server in swarm.servers] == [(0, 2), (2, 3)]
         first, second = swarm.servers
@@ -77,11 +71,11 @@ def test_servers_serve_their_spans_and_status_names_what_is_missing(model: Path)
 
 
 @pytest.mark.swarm
-def test_num_blocks_takes_what_is_missing(model: Path) -> None:
-    with LocalSwarm(model, spans=[(0, 1)]) as swarm:
+def test_num_blocks_takes_what_is_missing(tiny_llama: Path) -> None:
+    with LocalSwarm(tiny_llama, spans=[(0, 1)]) as swarm:
         joining = ["--threads", "1", "--initial-peers", swarm.initial_peers[0]]
         process = subprocess.Popen(
-            [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--num-blocks", "2", *joining],
+            [sys.executable, "-m", "swarm_plugins", "serve", str(tiny_llama), "--num-blocks", "2", *joining],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -99,13 +93,13 @@ def test_num_blocks_takes_what_is_missing(model: Path) -> None:
 
 
 @pytest.mark.swarm
-def test_no_process_outlives_a_killed_parent(model: Path) -> None:
+def test_no_process_outlives_a_killed_parent(tiny_llama: Path) -> None:
     code = (
         "import sys, time; from swarm_plugins.local_swarm import LocalSwarm\n"
         "swarm = LocalSwarm(sys.argv[1], num_servers=2).start()\n"
         "print(*(server.pid for server in swarm.servers), flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(model)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tiny_llama)], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
         processes = trees([int(pid) for pid in parent.stdout.readline().split()])
@@ -117,8 +111,8 @@ def test_no_process_outlives_a_killed_parent(model: Path) -> None:
 
 
 @pytest.mark.swarm
-def test_killed_server_takes_its_daemon_along(model: Path) -> None:
-    with LocalSwarm(model, num_servers=1) as swarm:
+def test_killed_server_takes_its_daemon_along(tiny_llama: Path) -> None:
+    with LocalSwarm(tiny_llama, num_servers=1) as swarm:
         processes = trees([swarm.servers[0].pid])
         swarm.servers[0].kill()
         assert psutil.wait_procs(processes, GONE_S)[1] == []
@@ -126,8 +120,8 @@ def test_killed_server_takes_its_daemon_along(model: Path) -> None:
 
 
 @pytest.mark.swarm
-def test_a_server_is_restarted_though_another_is_dead(model: Path) -> None:
-    with LocalSwarm(model, num_servers=2) as swarm:
+def test_a_server_is_restarted_though_another_is_dead(tiny_llama: Path) -> None:
+    with LocalSwarm(tiny_llama, num_servers=2) as swarm:
         first, second = swarm.servers
         second.kill()
         swarm.restart(0)
@@ -157,8 +151,8 @@ def test_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path
     ],
 )
 @pytest.mark.swarm
-def test_server_that_is_ended_while_it_starts_is_reported(model: Path, number: signal.Signals, words: str) -> None:
-    swarm = LocalSwarm(model, num_servers=1)
+def test_server_that_is_ended_while_it_starts_is_reported(tiny_llama: Path, number: signal.Signals, words: str) -> None:
+    swarm = LocalSwarm(tiny_llama, num_servers=1)
 
     def has_daemon() -> bool:
         return bool(swarm.servers) and any(
@@ -180,9 +174,9 @@ def test_server_that_is_ended_while_it_starts_is_reported(model: Path, number: s
 
 
 @pytest.mark.swarm
-def test_late_server_is_reported_and_ended(model: Path) -> None:
+def test_late_server_is_reported_and_ended(tiny_llama: Path) -> None:
     with pytest.raises(TransportError, match=r"did not serve within 0.2 s: raise start_timeout_s"):
-        LocalSwarm(model, num_servers=1, start_timeout_s=0.2).start()
+        LocalSwarm(tiny_llama, num_servers=1, start_timeout_s=0.2).start()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.fallback.stand_in import StandIn
 from swarm_plugins.local_swarm import LocalServer
-from swarm_plugins.testing.models import save_tiny
 
 pytestmark = pytest.mark.swarm
 
@@ -39,11 +38,6 @@ from swarm_plugins import AutoSwarmModelForCausalLM
 model = AutoSwarmModelForCausalLM.from_pretrained(sys.argv[1], initial_peers=[sys.argv[2]])
 print(model(torch.arange(5, 10)[None]).logits.shape)
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama"))
 
 
 @contextlib.contextmanager
@@ -96,8 +90,10 @@ def check_fails(client: PreTrainedModel) -> None:
     assert time.monotonic() - started < ERROR_S
 
 
-def test_a_client_says_that_all_servers_are_frozen_and_goes_on_after_that_and_after_lost_daemons(model: Path) -> None:
-    with LocalSwarm(model, num_servers=2, dtype="float32") as swarm, client_of(swarm, model) as client:
+def test_a_client_says_that_all_servers_are_frozen_and_goes_on_after_that_and_after_lost_daemons(
+    tiny_llama: Path,
+) -> None:
+    with LocalSwarm(tiny_llama, num_servers=2, dtype="float32") as swarm, client_of(swarm, tiny_llama) as client:
         expected = tokens(client)
         with frozen(swarm.servers):
             check_fails(client)
@@ -123,19 +119,22 @@ class _AtStep(pl.Callback):
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of Lightning
 def test_a_trainer_and_a_generation_go_on_here_while_blocks_have_no_server(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SwarmConfig(local_fallback=True, refresh_s=0.2)
-    with LocalSwarm(model, num_servers=2, dtype="float32") as swarm, connect(swarm.initial_peers[:1], config) as client:
+    with (
+        LocalSwarm(tiny_llama, num_servers=2, dtype="float32") as swarm,
+        connect(swarm.initial_peers[:1], config) as client,
+    ):
         loader = functools.partial(AutoSwarmModelForCausalLM.from_pretrained, connection=client)
 
         def losses(*callbacks: pl.Callback) -> list[float]:
-            tuner = Tuner(model, types.SimpleNamespace(from_pretrained=loader))
+            tuner = Tuner(tiny_llama, types.SimpleNamespace(from_pretrained=loader))
             trainer = quiet_trainer(max_steps=4, callbacks=list(callbacks), enable_checkpointing=False)
             trainer.fit(tuner, torch.utils.data.DataLoader(ROWS, batch_size=2))
             return tuner.losses
 
-        generating = loader(model)
+        generating = loader(tiny_llama)
         [host] = [one for one in client._helpers if isinstance(one, StandIn)]
         expected = losses(), tokens(generating)
         assert (losses(_AtStep(2, swarm.servers[1].kill)), tokens(generating)) == expected
@@ -151,8 +150,11 @@ def test_a_trainer_and_a_generation_go_on_here_while_blocks_have_no_server(
 
 
 @pytest.mark.parametrize(("part", "seconds"), [("both", 30), ("both", 60), ("server", 20), ("daemon", 20)])
-def test_servers_frozen_for_long_are_found_again(model: Path, part: str, seconds: float) -> None:
-    with LocalSwarm(model, num_servers=2, replicas=2, dtype="float32") as swarm, client_of(swarm, model) as client:
+def test_servers_frozen_for_long_are_found_again(tiny_llama: Path, part: str, seconds: float) -> None:
+    with (
+        LocalSwarm(tiny_llama, num_servers=2, replicas=2, dtype="float32") as swarm,
+        client_of(swarm, tiny_llama) as client,
+    ):
         expected = tokens(client)
         until = time.monotonic() + seconds
         with frozen(swarm.servers, part):
@@ -162,8 +164,11 @@ def test_servers_frozen_for_long_are_found_again(model: Path, part: str, seconds
         check_works(client, expected)
 
 
-def test_an_outage_before_the_first_request_is_an_error_soon(model: Path) -> None:
-    with LocalSwarm(model, num_servers=2, replicas=2, dtype="float32") as swarm, client_of(swarm, model) as client:
+def test_an_outage_before_the_first_request_is_an_error_soon(tiny_llama: Path) -> None:
+    with (
+        LocalSwarm(tiny_llama, num_servers=2, replicas=2, dtype="float32") as swarm,
+        client_of(swarm, tiny_llama) as client,
+    ):
         with frozen(swarm.servers):
             check_fails(client)
         for server in swarm.servers:
@@ -171,9 +176,9 @@ def test_an_outage_before_the_first_request_is_an_error_soon(model: Path) -> Non
         check_fails(client)
 
 
-def test_a_program_that_closes_nothing_ends_without_a_traceback(model: Path) -> None:
-    with LocalSwarm(model, num_servers=1, dtype="float32") as swarm:
-        command = [sys.executable, "-c", LEAVING, str(model), swarm.initial_peers[0]]
+def test_a_program_that_closes_nothing_ends_without_a_traceback(tiny_llama: Path) -> None:
+    with LocalSwarm(tiny_llama, num_servers=1, dtype="float32") as swarm:
+        command = [sys.executable, "-c", LEAVING, str(tiny_llama), swarm.initial_peers[0]]
         left = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert "torch.Size" in left.stdout
         assert "Traceback" not in left.stderr

@@ -26,7 +26,6 @@ from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import MissingExpertsError
 from swarm_plugins.local_swarm import LocalServer
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
-from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ExpertsRequest, Message
 
@@ -37,20 +36,15 @@ NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+def local(tiny_mixtral: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_mixtral).eval()
 
 
 @pytest.fixture(scope="module")
-def local(model: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model).eval()
-
-
-@pytest.fixture(scope="module")
-def swarm(model: Path) -> Iterator[LocalSwarm]:
+def swarm(tiny_mixtral: Path) -> Iterator[LocalSwarm]:
     """An owner without experts, three holders of half of them, and two with slices of the other half."""
     with LocalSwarm(
-        model,
+        tiny_mixtral,
         spans=[(0, 4)] * 6,
         experts=["remote", "0:2", "0:2", "0:2", "2:4", "2:4"],
         slices=[None, None, None, None, "0/2", "1/2"],
@@ -121,13 +115,13 @@ def outcome(client: PreTrainedModel, **around: AbstractContextManager[None]) -> 
 
 
 def test_clients_and_local_models_compute_the_same_also_while_holders_are_frozen(
-    model: Path, local: PreTrainedModel, swarm: LocalSwarm
+    tiny_mixtral: Path, local: PreTrainedModel, swarm: LocalSwarm
 ) -> None:
     expected, gradient = tokens_of(local), gradient_of(local)
     with connect(swarm.initial_peers, SwarmConfig()) as connection:
         for client in (
-            AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection),
-            load_remote_experts(model, connection=connection),
+            AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=connection),
+            load_remote_experts(tiny_mixtral, connection=connection),
         ):
             torch.testing.assert_close(gradient_of(client), gradient, rtol=1e-4, atol=1e-5)
             before = outcome(client)
@@ -137,14 +131,14 @@ def test_clients_and_local_models_compute_the_same_also_while_holders_are_frozen
 
 
 def test_holders_killed_in_mid_forward_and_in_mid_backward_cost_no_bit(
-    model: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiny_mixtral: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No replica answers before the holder's death is noticed.
     monkeypatch.setattr("swarm_plugins.client.peers.Rules", partial(Rules, holder_late_s=60.0))
     first, second = swarm.servers[1:3]
     # Asked once what they serve: a frozen holder would not say it.
     with connect(swarm.initial_peers, SwarmConfig(refresh_s=3600.0)) as connection:
-        client = load_remote_experts(model, connection=connection)
+        client = load_remote_experts(tiny_mixtral, connection=connection)
         expected = outcome(client)
         found = outcome(
             client,
@@ -157,11 +151,11 @@ def test_holders_killed_in_mid_forward_and_in_mid_backward_cost_no_bit(
 
 
 def test_experts_of_a_frozen_holder_without_a_replica_are_reported_with_the_cure(
-    model: Path, swarm: LocalSwarm
+    tiny_mixtral: Path, swarm: LocalSwarm
 ) -> None:
     holder = swarm.servers[4]
     with connect(swarm.initial_peers, SwarmConfig(max_retries=1)) as connection:
-        client = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        client = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=connection)
         client(PROMPT)
         words = (
             rf"no living server holds experts 2:4 of block 0 of .*left out after failures: .*{holder.peer_id}.*"

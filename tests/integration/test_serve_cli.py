@@ -16,24 +16,18 @@ from serve_kit import serving
 from typer.testing import CliRunner
 
 from swarm_plugins.cli import app
-from swarm_plugins.testing.models import save_tiny
 
 START_S = 120.0
 UNREACHABLE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
 @pytest.mark.swarm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
-    model: Path, number: signal.Signals, tmp_path: Path
+    tiny_llama: Path, number: signal.Signals, tmp_path: Path
 ) -> None:
     log = tmp_path / "stderr"
-    with serving(model, log, "--num-blocks", "3", "--drain-s", "200") as process:
+    with serving(tiny_llama, log, "--num-blocks", "3", "--drain-s", "200") as process:
         assert process.stdout is not None
         line, memory = process.stdout.readline(), process.stdout.readline()
         daemons = psutil.Process(process.pid).children(recursive=True)
@@ -53,9 +47,9 @@ def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
 
 
 @pytest.mark.swarm
-def test_signal_while_it_starts_ends_it_too(model: Path, tmp_path: Path) -> None:
+def test_signal_while_it_starts_ends_it_too(tiny_llama: Path, tmp_path: Path) -> None:
     log = tmp_path / "stderr"
-    with serving(model, log, "--initial-peers", UNREACHABLE) as process:
+    with serving(tiny_llama, log, "--initial-peers", UNREACHABLE) as process:
         deadline = time.monotonic() + START_S
         while not psutil.Process(process.pid).children():  # it has come as far as the network
             assert time.monotonic() < deadline
@@ -97,8 +91,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_setting_is_one_sentence(model: Path, arguments: str, words: str) -> None:
-    code, text = refusal(str(model), *arguments.split())
+def test_wrong_setting_is_one_sentence(tiny_llama: Path, arguments: str, words: str) -> None:
+    code, text = refusal(str(tiny_llama), *arguments.split())
     assert code == 2
     assert text.startswith("swarm serve: ")
     assert re.search(words, text), text
@@ -127,10 +121,10 @@ def no_weights(directory: Path) -> None:
     ],
 )
 def test_damaged_checkpoint_is_one_sentence(
-    model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+    tiny_llama: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(model, copy)
+    shutil.copytree(tiny_llama, copy)
     damage(copy)
     code, text = refusal(str(copy))
     assert code == 1
@@ -138,50 +132,52 @@ def test_damaged_checkpoint_is_one_sentence(
 
 
 @pytest.mark.swarm
-def test_port_in_use_is_one_sentence(model: Path) -> None:
+def test_port_in_use_is_one_sentence(tiny_llama: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-        code, text = refusal(str(model), "--host-maddrs", address)
+        code, text = refusal(str(tiny_llama), "--host-maddrs", address)
     assert code == 2
     assert address in text
 
 
 @pytest.mark.swarm
-def test_unreachable_peer_is_one_sentence(model: Path) -> None:
-    code, text = refusal(str(model), "--initial-peers", UNREACHABLE)
+def test_unreachable_peer_is_one_sentence(tiny_llama: Path) -> None:
+    code, text = refusal(str(tiny_llama), "--initial-peers", UNREACHABLE)
     assert code == 1
     assert UNREACHABLE in text
 
 
 @pytest.mark.swarm
-def test_a_relay_that_is_none_and_a_secret_that_is_none_are_one_sentence(model: Path, tmp_path: Path) -> None:
-    code, text = refusal(str(model), "--relay", UNREACHABLE)
+def test_a_relay_that_is_none_and_a_secret_that_is_none_are_one_sentence(tiny_llama: Path, tmp_path: Path) -> None:
+    code, text = refusal(str(tiny_llama), "--relay", UNREACHABLE)
     assert code == 1
     assert re.search(rf"relay {UNREACHABLE} cannot be reached: check that a server runs there", text), text
     secret = tmp_path / "secret"
     secret.touch(0o600)
-    assert re.search(r"secret \S+ is empty: write one into it", refusal(str(model), "--secret-file", str(secret))[1])
+    assert re.search(
+        r"secret \S+ is empty: write one into it", refusal(str(tiny_llama), "--secret-file", str(secret))[1]
+    )
     secret.write_text("correct horse battery staple")
     secret.chmod(0o644)
-    assert re.search(r"open to other users .* chmod 600", refusal(str(model), "--secret-file", str(secret))[1])
+    assert re.search(r"open to other users .* chmod 600", refusal(str(tiny_llama), "--secret-file", str(secret))[1])
 
 
 @pytest.mark.swarm
-def test_identity_that_cannot_be_read_is_one_sentence(model: Path, tmp_path: Path) -> None:
+def test_identity_that_cannot_be_read_is_one_sentence(tiny_llama: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("no key")
-    code, text = refusal(str(model), "--identity", str(key))
+    code, text = refusal(str(tiny_llama), "--identity", str(key))
     assert code == 2
     assert str(key) in text
 
 
-def test_full_disk_is_one_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_one_sentence(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/somewhere")
 
     monkeypatch.setattr("swarm_plugins.server.server.Checkpoint.open", full)
-    code, text = refusal(str(model))
+    code, text = refusal(str(tiny_llama))
     assert code == 1
     assert text == "swarm serve: No space left on device (/somewhere): free some space and try again"

@@ -15,22 +15,17 @@ from swarm_plugins.client import connect
 from swarm_plugins.testing.models import save_tiny, tiny_model
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
-
-
 @pytest.mark.swarm
-def test_generation_and_a_training_step_are_those_of_the_local_model(model: Path) -> None:
+def test_generation_and_a_training_step_are_those_of_the_local_model(tiny_mixtral: Path) -> None:
     local = tiny_model("mixtral").eval()
     ids = torch.arange(5, 15)[None]
     # Four of the eight experts of a span.
     options = {"offload": "fast=74KB,prefetch=on", "kv_bytes": "16MB"}
     with (
-        LocalSwarm(model, num_servers=2, **options) as swarm,
+        LocalSwarm(tiny_mixtral, num_servers=2, **options) as swarm,
         connect(swarm.initial_peers, SwarmConfig()) as connection,
     ):
-        remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=connection)
         arguments = {"max_new_tokens": 8, "do_sample": False}
         assert torch.equal(remote.generate(ids, **arguments), local.generate(ids, **arguments))
         assert_trained_alike(remote, local, ids, rtol=1e-4, atol=1e-6)

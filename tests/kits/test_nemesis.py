@@ -19,7 +19,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.connection import RemoteBlocks
 from swarm_plugins.errors import ConfigError, TransportError
-from swarm_plugins.testing import save_tiny, tiny_model
+from swarm_plugins.testing import tiny_model
 
 
 def test_a_seed_is_a_schedule_of_single_faults() -> None:
@@ -33,16 +33,11 @@ def test_a_seed_is_a_schedule_of_single_faults() -> None:
     assert {fault.server for fault in faults} == {0, 1, 2, 3}
 
 
-def test_wrong_kinds_are_named(directory: Path) -> None:
+def test_wrong_kinds_are_named(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"invalid kinds of faults \['flood'\]: expected some of kill, freeze"):
         schedule(1, num_servers=1, duration_s=1, kinds=["kill", "flood"])  # type: ignore[list-item]
-    with LyingSwarm(directory) as swarm, pytest.raises(ConfigError, match="'lie' cannot strike this swarm"):
+    with LyingSwarm(tiny_llama) as swarm, pytest.raises(ConfigError, match="'lie' cannot strike this swarm"):
         Nemesis(swarm, kinds=["lie"])
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def until_it_answers(blocks: RemoteBlocks, inputs: SpanInputs) -> Tensor:
@@ -58,13 +53,13 @@ def until_it_answers(blocks: RemoteBlocks, inputs: SpanInputs) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("freeze_daemon", "slow_link", "lie")])
-def test_a_struck_server_fails_and_comes_back(directory: Path, tmp_path: Path, kind: FaultKind) -> None:
+def test_a_struck_server_fails_and_comes_back(tiny_llama: Path, tmp_path: Path, kind: FaultKind) -> None:
     tiny_model("llama", seed=5).save_pretrained(tmp_path)
     # One failure is an error: what the fault does to a call shows.
     config = SwarmConfig(request_timeout_s=0.3, info_timeout_s=0.3, max_retries=0)
     inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))
-    with LyingSwarm(directory, spans=[(0, 4)], config=config) as swarm:
-        blocks = swarm.connection.blocks(version=Checkpoint.open(directory).version, num_blocks=4)
+    with LyingSwarm(tiny_llama, spans=[(0, 4)], config=config) as swarm:
+        blocks = swarm.connection.blocks(version=Checkpoint.open(tiny_llama).version, num_blocks=4)
         want = until_it_answers(blocks, inputs)
         nemesis = Nemesis(swarm, seed=1, kinds=[kind], other_model=tmp_path)
         heal = nemesis.victim.strike(Fault(kind=kind, server=0, start_s=0, length_s=0))
@@ -74,8 +69,8 @@ def test_a_struck_server_fails_and_comes_back(directory: Path, tmp_path: Path, k
         assert torch.equal(until_it_answers(blocks, inputs), want)
 
 
-def test_a_nemesis_prints_its_seed_and_ends_when_it_is_closed(directory: Path) -> None:
-    with LyingSwarm(directory) as swarm:
+def test_a_nemesis_prints_its_seed_and_ends_when_it_is_closed(tiny_llama: Path) -> None:
+    with LyingSwarm(tiny_llama) as swarm:
         with Nemesis(swarm, kinds=["slow_link"], duration_s=60, length_s=(30, 31), pause_s=(0, 0.01)) as nemesis:
             assert f"seed {nemesis.seed}, 1 faults" in str(nemesis)
             while not nemesis.num_struck:

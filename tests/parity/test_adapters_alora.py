@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.testing.models import save_tiny
 
 # PEFT says so of a bias next to a layer without one.
 pytestmark = pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
@@ -104,21 +103,16 @@ class Killer(LogitsProcessor):
         return scores
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(save_tiny("llama", tmp_path_factory.mktemp("llama")))
-
-
 @pytest.fixture
-def swarm(directory: Path) -> Iterator[InProcessSwarm]:
+def swarm(tiny_llama: Path) -> Iterator[InProcessSwarm]:
     config = SwarmConfig(max_retries=6, request_timeout_s=20.0)
-    with InProcessSwarm(directory, spans=[(0, 2), (2, 4), (0, 3), (1, 4)], config=config) as running:
+    with InProcessSwarm(tiny_llama, spans=[(0, 2), (2, 4), (0, 3), (1, 4)], config=config) as running:
         yield running
 
 
-def test_a_replayed_generation_begins_where_it_began(directory: Path, swarm: InProcessSwarm) -> None:
-    remote = tuned(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection), alora())
-    local = tuned(AutoModelForCausalLM.from_pretrained(directory).eval(), alora())
+def test_a_replayed_generation_begins_where_it_began(tiny_llama: Path, swarm: InProcessSwarm) -> None:
+    remote = tuned(AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=swarm.connection), alora())
+    local = tuned(AutoModelForCausalLM.from_pretrained(tiny_llama).eval(), alora())
     inputs = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 10, "do_sample": False}
     expected = local.generate(**inputs, output_scores=True, return_dict_in_generate=True)
     counts = swarm.connection.peers.counts  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.testing.transports import LocalChannel
 from swarm_plugins.transport.messages import BackwardRequest, Codec, ForwardRequest, Message, PushedHidden, SessionStep
 from swarm_plugins.transport.server_info import ServerInfo
@@ -21,11 +21,6 @@ from swarm_plugins.transport.server_info import ServerInfo
 IDS = torch.arange(4, 24)[None].repeat(2, 1)  # 2 x 20 tokens of width 32: just large enough to be packed
 SPANS = [(0, 1), (1, 2), (2, 4)]
 OLD = "peer1"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -54,13 +49,13 @@ def outdate(swarm: InProcessSwarm, peer: str) -> None:
 
 @pytest.mark.parametrize("push", ["on", "off"])
 def test_a_server_that_does_not_know_the_codec_gets_everything_unpacked(
-    model: Path, push: str, sent: list[tuple[str, Codec, Codec]], caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, push: str, sent: list[tuple[str, Codec, Codec]], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = SwarmConfig(codec="rotated8", push=push)  # type: ignore[arg-type]
-    local = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with InProcessSwarm(model, spans=SPANS, config=config) as swarm, caplog.at_level(logging.WARNING):
+    local = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    with InProcessSwarm(tiny_llama, spans=SPANS, config=config) as swarm, caplog.at_level(logging.WARNING):
         outdate(swarm, OLD)
-        remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=swarm.connection)
         logits = remote(IDS, use_cache=False).logits
         tokens = remote.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, min_new_tokens=4)
     assert tokens.shape == (2, 24)
@@ -79,15 +74,15 @@ def test_a_server_that_does_not_know_the_codec_gets_everything_unpacked(
 
 
 def test_a_training_step_survives_a_server_that_does_not_know_the_codec(
-    model: Path, sent: list[tuple[str, Codec, Codec]]
+    tiny_llama: Path, sent: list[tuple[str, Codec, Codec]]
 ) -> None:
     """The replica that repeats a lost server's work gets the forward in a way that it knows."""
-    local = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    local = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     embedded = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
     gradients = []
-    with InProcessSwarm(model, spans=[(0, 4), (0, 4)], config=SwarmConfig(codec="rotated8")) as swarm:
+    with InProcessSwarm(tiny_llama, spans=[(0, 4), (0, 4)], config=SwarmConfig(codec="rotated8")) as swarm:
         outdate(swarm, OLD)
-        remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_llama, connection=swarm.connection)
         for one in (local, remote):
             inputs = embedded.clone().requires_grad_()
             loss = one(inputs_embeds=inputs, use_cache=False).logits.square().mean()

@@ -18,7 +18,6 @@ from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.testing.models import save_tiny
 
 # Any two servers may die; the spans overlap, so the lost blocks are cut differently afterwards.
 SPANS = [(0, 2), (2, 4), (1, 4), (0, 3), (0, 1), (3, 4)]
@@ -26,25 +25,20 @@ QUICK = SwarmConfig(max_retries=6, request_timeout_s=20.0)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(save_tiny("mixtral", tmp_path_factory.mktemp("mixtral")))
-
-
-@pytest.fixture(scope="module")
-def local(directory: Path) -> PreTrainedModel:
+def local(tiny_mixtral: Path) -> PreTrainedModel:
     # Other functions of experts round otherwise.
-    return AutoModelForCausalLM.from_pretrained(directory, experts_implementation="swarm_table").eval()
+    return AutoModelForCausalLM.from_pretrained(tiny_mixtral, experts_implementation="swarm_table").eval()
 
 
 @pytest.fixture
-def swarm(directory: Path) -> Iterator[InProcessSwarm]:
-    with InProcessSwarm(directory, spans=SPANS, config=QUICK) as running:
+def swarm(tiny_mixtral: Path) -> Iterator[InProcessSwarm]:
+    with InProcessSwarm(tiny_mixtral, spans=SPANS, config=QUICK) as running:
         yield running
 
 
 @pytest.fixture
-def remote(directory: Path, swarm: InProcessSwarm) -> PreTrainedModel:
-    return AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+def remote(tiny_mixtral: Path, swarm: InProcessSwarm) -> PreTrainedModel:
+    return AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
 
 
 class Killer(LogitsProcessor):
@@ -98,7 +92,7 @@ def test_a_padded_batch_survives_too(local: PreTrainedModel, remote: PreTrainedM
 
 
 def test_the_neighbors_of_a_lost_server_are_known_where_another_one_is_chosen(
-    directory: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    tiny_mixtral: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[range, str, str]] = []
     chain = SwarmView.chain
@@ -110,11 +104,11 @@ def test_the_neighbors_of_a_lost_server_are_known_where_another_one_is_chosen(
     monkeypatch.setattr(SwarmView, "chain", plan)
     spans = [(0, 1), (1, 3), (1, 3), (3, 4)]
     prompt = torch.randint(3, 100, (1, 6), generator=torch.Generator().manual_seed(0))
-    with InProcessSwarm(directory, spans=spans, config=QUICK) as swarm:
+    with InProcessSwarm(tiny_mixtral, spans=spans, config=QUICK) as swarm:
         first, *middle, last = swarm.peers
         killer = Killer(swarm, {2})
         killer.killed = [first]  # spared
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         found = remote.generate(prompt, max_new_tokens=4, do_sample=False, logits_processor=[killer])
     assert killer.killed[1] in middle
     assert torch.equal(found, local.generate(prompt, max_new_tokens=4, do_sample=False))
@@ -136,12 +130,12 @@ def test_a_server_lost_between_forward_and_backward_changes_no_gradient(
     check_gradient(there, here)
 
 
-def test_dropped_graphs_are_recomputed(directory: Path, local: PreTrainedModel) -> None:
+def test_dropped_graphs_are_recomputed(tiny_mixtral: Path, local: PreTrainedModel) -> None:
     embeds = torch.randn(1, 4, local.config.hidden_size, generator=torch.Generator().manual_seed(4))
     here, there = embeds.clone().requires_grad_(), embeds.clone().requires_grad_()
     local(inputs_embeds=here).logits.square().sum().backward()
-    with InProcessSwarm(directory, config=QUICK) as swarm:
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+    with InProcessSwarm(tiny_mixtral, config=QUICK) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         logits = remote(inputs_embeds=there).logits
         for service in swarm.services.values():
             assert len(service.activations) == 1
@@ -157,21 +151,21 @@ def check_gradient(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=1e-6 * float(expected.grad.abs().max()))
 
 
-def test_the_last_server_of_a_block_is_missed_by_name(directory: Path) -> None:
-    with InProcessSwarm(directory, config=SwarmConfig(max_retries=1)) as swarm:
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+def test_the_last_server_of_a_block_is_missed_by_name(tiny_mixtral: Path) -> None:
+    with InProcessSwarm(tiny_mixtral, config=SwarmConfig(max_retries=1)) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         swarm.kill("peer1")
         with pytest.raises(MissingBlocksError, match=r"no living server holds blocks 2:4 of ") as raised:
             remote.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-        command = f"swarm serve {shlex.quote(str(directory))} --blocks 2:4 --initial-peers ADDRESS"
+        command = f"swarm serve {shlex.quote(str(tiny_mixtral))} --blocks 2:4 --initial-peers ADDRESS"
         assert str(raised.value).endswith(f"; serve them with: {command}")
 
 
-def test_a_server_that_comes_back_is_used_again(directory: Path, local: PreTrainedModel) -> None:
+def test_a_server_that_comes_back_is_used_again(tiny_mixtral: Path, local: PreTrainedModel) -> None:
     prompt = torch.tensor([[5, 6, 7]])
     expected = local.generate(prompt, max_new_tokens=3, do_sample=False)
-    with InProcessSwarm(directory, config=SwarmConfig(max_retries=8)) as swarm:
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+    with InProcessSwarm(tiny_mixtral, config=SwarmConfig(max_retries=8)) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         swarm.kill("peer1")
         back = threading.Timer(0.5, swarm.transport.revive, ["peer1"])
         back.start()

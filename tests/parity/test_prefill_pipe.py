@@ -45,13 +45,8 @@ PUSHES = pytest.mark.parametrize("push", ["on", "off"])
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def want(model: Path) -> torch.Tensor:
-    return decode(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+def want(tiny_llama: Path) -> torch.Tensor:
+    return decode(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +84,7 @@ def before_steps(
 
 @PUSHES
 def test_the_chunks_of_a_prompt_give_the_same_tokens(
-    model: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[int, int]] = []
 
@@ -97,7 +92,7 @@ def test_the_chunks_of_a_prompt_give_the_same_tokens(
         found.append((inputs.blocks.start, inputs.hidden.shape[1]))
 
     before_steps(monkeypatch, note)
-    with swarm_of(model, push=push) as swarm:
+    with swarm_of(tiny_llama, push=push) as swarm:
         assert decode(remote(swarm)).equal(want)
         counts = taken(swarm), refused(swarm)
     for start, _ in SPANS:
@@ -107,7 +102,9 @@ def test_the_chunks_of_a_prompt_give_the_same_tokens(
 
 
 @PUSHES
-def test_all_servers_work_at_once(model: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_servers_work_at_once(
+    tiny_llama: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has_begun = threading.Event()
 
     async def wait(number: int, inputs: StepInputs) -> None:
@@ -118,7 +115,7 @@ def test_all_servers_work_at_once(model: Path, want: torch.Tensor, push: str, mo
             assert await asyncio.to_thread(has_begun.wait, 30)
 
     before_steps(monkeypatch, wait)
-    with swarm_of(model, push=push) as swarm:
+    with swarm_of(tiny_llama, push=push) as swarm:
         assert decode(remote(swarm)).equal(want)
         assert has_begun.is_set()
 
@@ -127,9 +124,9 @@ def test_all_servers_work_at_once(model: Path, want: torch.Tensor, push: str, mo
 @pytest.mark.parametrize("send_number", [1, 2, 4, 7])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_server_that_is_lost_between_chunks_costs_no_token(
-    model: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with swarm_of(model, REPLICAS, push="on") as swarm:
+    with swarm_of(tiny_llama, REPLICAS, push="on") as swarm:
         pushes = strike_at_push(monkeypatch, send_number, lambda: strike(swarm, victim), is_sent=is_sent)
         assert decode(remote(swarm)).equal(want)
         assert len(pushes) >= send_number
@@ -138,9 +135,9 @@ def test_a_server_that_is_lost_between_chunks_costs_no_token(
 @pytest.mark.parametrize("step_number", [1, 3, 5, 8])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_server_that_is_lost_without_pushes_costs_no_token(
-    model: Path, want: torch.Tensor, step_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: torch.Tensor, step_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with swarm_of(model, REPLICAS, push="off") as swarm:
+    with swarm_of(tiny_llama, REPLICAS, push="off") as swarm:
 
         async def strike_once(number: int, inputs: StepInputs) -> None:
             if number == step_number:
@@ -157,10 +154,10 @@ async def strike(swarm: DistantSwarm, victim: int) -> None:
 
 
 def test_outputs_that_do_not_arrive_come_from_the_client(
-    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_patience(monkeypatch, SHORT_S)
-    with swarm_of(model, push="on") as swarm:
+    with swarm_of(tiny_llama, push="on") as swarm:
         swarm.transport.line(swarm.peers[1], swarm.peers[0]).loses_requests = True
         assert decode(remote(swarm)).equal(want)
         assert swarm.services[swarm.peers[1]].pushes.num_taken >= NUM_CHUNKS, "by the client"
@@ -168,11 +165,11 @@ def test_outputs_that_do_not_arrive_come_from_the_client(
 
 @PUSHES
 def test_an_adapter_that_a_server_drops_between_chunks_is_uploaded_again(
-    model: Path, push: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = with_lora(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    local = with_lora(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
     want = decode(local)
-    with swarm_of(model, push=push) as swarm:
+    with swarm_of(tiny_llama, push=push) as swarm:
         far = with_lora(remote(swarm))
 
         async def drop(number: int, inputs: StepInputs) -> None:
@@ -185,8 +182,8 @@ def test_an_adapter_that_a_server_drops_between_chunks_is_uploaded_again(
 
 
 @PUSHES
-def test_a_prompt_too_long_for_one_message_of_a_server(model: Path, want: torch.Tensor, push: str) -> None:
-    with swarm_of(model, push=push, min_batch_tokens=1) as swarm:
+def test_a_prompt_too_long_for_one_message_of_a_server(tiny_llama: Path, want: torch.Tensor, push: str) -> None:
+    with swarm_of(tiny_llama, push=push, min_batch_tokens=1) as swarm:
         service = swarm.services[swarm.peers[1]]
         info: Callable[[], ServerInfo] = service.info
         service.info = lambda: msgspec.structs.replace(info(), max_batch_tokens=6)  # of two rows: three of each

@@ -38,7 +38,6 @@ from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.routing import ServerEntry
-from swarm_plugins.testing import save_tiny
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification import user_quarantine
 
@@ -47,13 +46,8 @@ NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def want(model: Path) -> torch.Tensor:
-    return decode(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+def want(tiny_llama: Path) -> torch.Tensor:
+    return decode(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +61,8 @@ def decode(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("codec", ["none", "rotated8"])
-def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, codec: str) -> None:
-    with swarm_of(model, codec=codec) as swarm:
+def test_each_output_goes_to_the_next_server(tiny_llama: Path, want: torch.Tensor, codec: str) -> None:
+    with swarm_of(tiny_llama, codec=codec) as swarm:
         tokens = decode(remote(swarm))
         if codec == "none":
             assert tokens.equal(want)
@@ -77,7 +71,7 @@ def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, co
         assert refused(swarm) == [0, 0, 0]
         between = [swarm.transport.line(two, one) for one, two in zip(swarm.peers, swarm.peers[1:], strict=False)]
         assert all(line.there.num_bytes > 0 for line in between)
-    with swarm_of(model, codec=codec, push="off") as swarm:
+    with swarm_of(tiny_llama, codec=codec, push="off") as swarm:
         assert decode(remote(swarm)).equal(tokens), "the same as by the client"
         assert taken(swarm) == [0, 0, 0]
 
@@ -85,9 +79,9 @@ def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, co
 @pytest.mark.parametrize("spans", [[*SPANS[:2], (2, 3), (3, 4)], SPANS, [(0, 2), (2, 4)]], ids=len)
 @pytest.mark.parametrize("push", ["on", "off"])
 def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the_client_twice_for_each(
-    model: Path, want: torch.Tensor, spans: list[tuple[int, int]], push: str
+    tiny_llama: Path, want: torch.Tensor, spans: list[tuple[int, int]], push: str
 ) -> None:
-    with swarm_of(model, spans, push=push) as swarm:
+    with swarm_of(tiny_llama, spans, push=push) as swarm:
         trips, me = swarm.transport.trips, swarm.transport.client
         at_tokens: list[int] = []
 
@@ -108,8 +102,8 @@ def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the
         )
 
 
-def test_it_is_used_by_itself_where_servers_are_far_away(model: Path, want: torch.Tensor) -> None:
-    with swarm_of(model, push="auto") as swarm:
+def test_it_is_used_by_itself_where_servers_are_far_away(tiny_llama: Path, want: torch.Tensor) -> None:
+    with swarm_of(tiny_llama, push="auto") as swarm:
         far = remote(swarm)
         for peer in swarm.peers:
             swarm.transport.line(peer).link = Link(rtt_ms=20)
@@ -125,7 +119,7 @@ async def far_refresh(swarm: LyingSwarm) -> None:
 
 
 def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
-    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[tuple[str, str]] = []
 
@@ -133,7 +127,7 @@ def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
         saved.append((sender, receiver))
         return 500.0
 
-    with swarm_of(model) as swarm:
+    with swarm_of(tiny_llama) as swarm:
         swarm.measure_round_trips()
         neighbors = [{peer for peer, _ in service.info().round_trips} for service in swarm.services.values()]
         one, two, three = swarm.peers
@@ -152,9 +146,9 @@ def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
 
 
 def test_a_way_that_is_cut_between_two_servers_only(
-    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with swarm_of(model) as swarm:
+    with swarm_of(tiny_llama) as swarm:
         far = remote(swarm)
         assert decode(far).equal(want)
         before = taken(swarm)
@@ -170,9 +164,9 @@ def test_a_way_that_is_cut_between_two_servers_only(
 @pytest.mark.parametrize("send_number", [1, 2, 5, 6])  # by the first server, by the second; the prompt, a token
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_server_that_is_lost_in_any_phase_costs_no_token(
-    model: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with swarm_of(model, REPLICAS) as swarm:
+    with swarm_of(tiny_llama, REPLICAS) as swarm:
         pushes = strike_at_push(
             monkeypatch, send_number, lambda: kill(swarm, in_session(swarm)[victim]), is_sent=is_sent
         )
@@ -181,9 +175,9 @@ def test_a_server_that_is_lost_in_any_phase_costs_no_token(
 
 
 def test_a_server_of_an_older_protocol_is_served_by_the_client(
-    model: Path, want: torch.Tensor, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, want: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with swarm_of(model) as swarm:
+    with swarm_of(tiny_llama) as swarm:
         service = swarm.services[swarm.peers[1]]
         info: Callable[[], ServerInfo] = service.info
         service.info = lambda: msgspec.structs.replace(info(), pushes=False)
@@ -198,28 +192,28 @@ def test_a_server_of_an_older_protocol_is_served_by_the_client(
 
 
 @pytest.mark.parametrize("codec", ["none", "rotated8"])
-def test_pushed_steps_are_checked_like_others(model: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_pushed_steps_are_checked_like_others(tiny_llama: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
     liars = {1: Liar("scaled", factor=1.05)}
-    with swarm_of(model, SPANS, codec=codec, verify="on") as swarm:
+    with swarm_of(tiny_llama, SPANS, codec=codec, verify="on") as swarm:
         honest = decode(remote(swarm))
         assert sum(taken(swarm)) > 0
         assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     spans = [SPANS[0], SPANS[1], SPANS[1], SPANS[2]]
     config = SwarmConfig(push="on", codec=codec, verify="on")  # type: ignore[arg-type]
-    with LyingSwarm(model, spans=spans, liars=liars, config=config) as swarm:
+    with LyingSwarm(tiny_llama, spans=spans, liars=liars, config=config) as swarm:
         assert decode(remote(swarm)).equal(honest)
         assert list(user_quarantine().peers()) == [swarm.peers[1]]
 
 
 def test_an_adapter_that_a_server_drops_between_steps_costs_an_upload_and_no_replay(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tuned(base: PreTrainedModel) -> Any:
         torch.manual_seed(0)
         return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
-    want = decode(tuned(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)))
-    with swarm_of(model) as swarm:
+    want = decode(tuned(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)))
+    with swarm_of(tiny_llama) as swarm:
         third = swarm.services[swarm.peers[2]]
 
         async def drop() -> None:
@@ -238,7 +232,7 @@ def test_an_adapter_that_a_server_drops_between_steps_costs_an_upload_and_no_rep
 # The prompt by the first server, a token by the second.
 @pytest.mark.parametrize(("verify", "number"), [("on", 1), ("off", 6)])
 def test_a_server_that_pushes_something_else_harms_no_other(
-    model: Path,
+    tiny_llama: Path,
     want: torch.Tensor,
     verify: str,
     number: int,
@@ -250,7 +244,7 @@ def test_a_server_that_pushes_something_else_harms_no_other(
     overflow_beyond_16_bits(monkeypatch)
     if lie in ("NaN", "another shape"):  # refused: the next server gets nothing
         set_patience(monkeypatch, SHORT_S)
-    with swarm_of(model, verify=verify) as swarm:
+    with swarm_of(tiny_llama, verify=verify) as swarm:
         assert decode(remote(swarm)).equal(want)
         assert not user_quarantine().peers()
         assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]

@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM
 from kits.liars import Liar, LyingSwarm
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
-from swarm_plugins.testing import save_tiny
 from swarm_plugins.verification import user_quarantine
 
 ROWS = 4
@@ -39,13 +38,8 @@ NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def want(directory: Path) -> list[Tensor]:
-    return gradients(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+def want(tiny_llama: Path) -> list[Tensor]:
+    return gradients(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +67,11 @@ def assert_near(found: list[Tensor], want: list[Tensor]) -> None:
 
 @CHUNKS
 def test_outputs_and_gradients_go_from_server_to_server(
-    directory: Path, want: list[Tensor], chunks: int, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: list[Tensor], chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving: set[tuple[str, str]] = set()
     saved_s = SwarmView.saved_s
-    with swarm_of(directory, micro_batches=chunks) as swarm:
+    with swarm_of(tiny_llama, micro_batches=chunks) as swarm:
         with monkeypatch.context() as patched:
             patched.setattr(SwarmView, "saved_s", lambda self, *way: saving.add(way) or saved_s(self, *way))
             assert_near(gradients(remote(swarm)), want)
@@ -87,7 +81,7 @@ def test_outputs_and_gradients_go_from_server_to_server(
         assert taken(swarm) == [chunks, 2 * chunks, chunks]
         assert refused(swarm) == [0, 0, 0]
         found = gradients(remote(swarm))
-    with swarm_of(directory, micro_batches=chunks, push="off") as swarm:
+    with swarm_of(tiny_llama, micro_batches=chunks, push="off") as swarm:
         for one, other in zip(gradients(remote(swarm)), found, strict=True):
             assert one.equal(other), "bit for bit as by the client"
         assert taken(swarm) == [0, 0, 0]
@@ -97,9 +91,9 @@ def test_outputs_and_gradients_go_from_server_to_server(
 @pytest.mark.parametrize("send_number", [1, 3, 4, 5, 8])  # outputs of the two chunks, then gradients
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_server_that_is_lost_on_the_way_costs_no_gradient(
-    directory: Path, want: list[Tensor], is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, want: list[Tensor], is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with swarm_of(directory, REPLICAS, micro_batches=2) as swarm:
+    with swarm_of(tiny_llama, REPLICAS, micro_batches=2) as swarm:
         strikes: list[str] = []
 
         async def strike() -> None:
@@ -114,35 +108,35 @@ def test_a_server_that_is_lost_on_the_way_costs_no_gradient(
 
 
 def test_a_way_that_is_cut_between_two_servers_only(
-    directory: Path, want: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, want: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_patience(monkeypatch, SHORT_S)
-    with swarm_of(directory) as swarm:
+    with swarm_of(tiny_llama) as swarm:
         swarm.transport.line(swarm.peers[2], swarm.peers[1]).loses_requests = True
         assert_near(gradients(remote(swarm)), want)
         assert taken(swarm)[2] == 1, "by the client"
     assert not [record.message for record in caplog.records if "failed" in record.message]
 
 
-def test_graphs_that_are_gone_run_again(directory: Path, want: list[Tensor]) -> None:
-    with swarm_of(directory) as swarm:
+def test_graphs_that_are_gone_run_again(tiny_llama: Path, want: list[Tensor]) -> None:
+    with swarm_of(tiny_llama) as swarm:
         for service in swarm.services.values():
             service.activations.put = lambda *_: "never kept"  # type: ignore[method-assign]
         assert_near(gradients(remote(swarm)), want)
 
 
-def test_adapters_that_are_gone_are_uploaded_again(directory: Path, want: list[Tensor]) -> None:
-    with swarm_of(directory) as swarm:
+def test_adapters_that_are_gone_are_uploaded_again(tiny_llama: Path, want: list[Tensor]) -> None:
+    with swarm_of(tiny_llama) as swarm:
         assert_near(gradients(remote(swarm)), want)
         for service in swarm.services.values():
             service.adapters._held.clear()
         assert_near(gradients(remote(swarm)), want)
 
 
-def test_what_is_collected_between_blocks_goes_by_the_client(directory: Path) -> None:
+def test_what_is_collected_between_blocks_goes_by_the_client(tiny_llama: Path) -> None:
     settings = {"output_hidden_states": True}
-    want = gradients(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), **settings)
-    with swarm_of(directory) as swarm:
+    want = gradients(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), **settings)
+    with swarm_of(tiny_llama) as swarm:
         assert_near(gradients(remote(swarm), **settings), want)
         assert taken(swarm) == [0, 1, 1], "outputs only"
 
@@ -150,7 +144,7 @@ def test_what_is_collected_between_blocks_goes_by_the_client(directory: Path) ->
 @pytest.mark.parametrize("lie", ["a bit more", "what overflows"])
 @pytest.mark.parametrize("number", [1, 3])  # an output, a gradient
 def test_a_server_that_pushes_something_else_harms_no_other(
-    directory: Path,
+    tiny_llama: Path,
     want: list[Tensor],
     number: int,
     lie: str,
@@ -159,17 +153,17 @@ def test_a_server_that_pushes_something_else_harms_no_other(
 ) -> None:
     pushes = falsify_pushes(monkeypatch, number, LIES[lie])
     overflow_beyond_16_bits(monkeypatch)
-    with swarm_of(directory, verify="on") as swarm:
+    with swarm_of(tiny_llama, verify="on") as swarm:
         assert_near(gradients(remote(swarm)), want)
         assert len(pushes) >= number
         assert not user_quarantine().peers()
     assert not [record.message for record in caplog.records if "failed" in record.message]
 
 
-def test_pushed_requests_are_checked_like_others(directory: Path, want: list[Tensor]) -> None:
+def test_pushed_requests_are_checked_like_others(tiny_llama: Path, want: list[Tensor]) -> None:
     spans = [SPANS[0], SPANS[1], SPANS[1], SPANS[2]]
     config = SwarmConfig(push="on", verify="on")
-    with LyingSwarm(directory, spans=spans, liars={1: Liar("scaled", factor=1.05)}, config=config) as swarm:
+    with LyingSwarm(tiny_llama, spans=spans, liars={1: Liar("scaled", factor=1.05)}, config=config) as swarm:
         for _ in range(3):
             assert_near(gradients(remote(swarm)), want)
         assert list(user_quarantine().peers()) == [swarm.peers[1]]

@@ -21,20 +21,14 @@ from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.book.record import Forgiven
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.testing.models import save_tiny
 
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
 IDS = torch.tensor([[5, 17, 99, 23, 64, 9, 88, 40, 12]])
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def local(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory).eval()
+def local(tiny_llama: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
 
 
 def load(directory: Path, swarm: InProcessSwarm) -> PreTrainedModel:
@@ -63,10 +57,10 @@ class FailOnce:
 
 
 @torch.no_grad()
-def test_a_failed_step_can_be_tried_again(directory: Path, local: PreTrainedModel) -> None:
+def test_a_failed_step_can_be_tried_again(tiny_llama: Path, local: PreTrainedModel) -> None:
     """The first span has the tokens when the second fails: they must not be in it twice."""
-    with InProcessSwarm(directory, config=SwarmConfig(max_retries=1)) as swarm:
-        remote = load(directory, swarm)
+    with InProcessSwarm(tiny_llama, config=SwarmConfig(max_retries=1)) as swarm:
+        remote = load(tiny_llama, swarm)
         cache = DynamicCache()
         remote(IDS[:, :6], past_key_values=cache)
         swarm.kill("peer1")
@@ -83,13 +77,13 @@ def test_a_failed_step_can_be_tried_again(directory: Path, local: PreTrainedMode
 @pytest.mark.parametrize("call", [1, 2, 3], ids=["first-chunk", "second-chunk", "last-chunk"])
 @torch.no_grad()
 def test_a_server_lost_between_chunks_leaves_no_chunk_twice(
-    directory: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, call: int
+    tiny_llama: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    with InProcessSwarm(directory, spans=[(0, 2), (2, 4), (2, 4)]) as swarm:
+    with InProcessSwarm(tiny_llama, spans=[(0, 2), (2, 4), (2, 4)]) as swarm:
         for service in swarm.services.values():
             info = msgspec.structs.replace(service.info(), max_batch_tokens=4)
             monkeypatch.setattr(service, "info", lambda info=info: info)
-        remote = load(directory, swarm)
+        remote = load(tiny_llama, swarm)
         fault = FailOnce(swarm, ["peer1", "peer2"], call)
         cache = DynamicCache()
         got = remote(IDS, past_key_values=cache).logits
@@ -101,9 +95,9 @@ def test_a_server_lost_between_chunks_leaves_no_chunk_twice(
 
 
 @torch.no_grad()
-def test_an_interrupted_step_can_be_tried_again(directory: Path, local: PreTrainedModel) -> None:
-    with InProcessSwarm(directory) as swarm:
-        remote = load(directory, swarm)
+def test_an_interrupted_step_can_be_tried_again(tiny_llama: Path, local: PreTrainedModel) -> None:
+    with InProcessSwarm(tiny_llama) as swarm:
+        remote = load(tiny_llama, swarm)
         cache = DynamicCache()
         remote(IDS[:, :6], past_key_values=cache)
         runner: Any = swarm.services["peer1"].runner
@@ -149,10 +143,10 @@ def _inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> Any:
 )
 @torch.no_grad()
 def test_an_emptied_cache_starts_afresh(
-    forget: Callable[[DynamicCache], None], ids: torch.Tensor, directory: Path, local: PreTrainedModel
+    forget: Callable[[DynamicCache], None], ids: torch.Tensor, tiny_llama: Path, local: PreTrainedModel
 ) -> None:
-    with InProcessSwarm(directory) as swarm:
-        remote = load(directory, swarm)
+    with InProcessSwarm(tiny_llama) as swarm:
+        remote = load(tiny_llama, swarm)
         cache = DynamicCache()
         remote(torch.tensor([[70, 71, 72]]), past_key_values=cache)
         forget(cache)
@@ -162,11 +156,11 @@ def test_an_emptied_cache_starts_afresh(
 
 
 @torch.no_grad()
-def test_rows_can_be_repeated_selected_and_copied(directory: Path, local: PreTrainedModel) -> None:
+def test_rows_can_be_repeated_selected_and_copied(tiny_llama: Path, local: PreTrainedModel) -> None:
     ids = torch.cat([IDS, IDS.flip(1)])
     logits = []
-    with InProcessSwarm(directory) as swarm:
-        for model in (load(directory, swarm), local):
+    with InProcessSwarm(tiny_llama) as swarm:
+        for model in (load(tiny_llama, swarm), local):
             cache = DynamicCache()
             model(ids, past_key_values=cache)
             cache.batch_repeat_interleave(2)

@@ -18,11 +18,6 @@ ROOT = Path(__file__).parents[3]
 QUICK = ["--rounds", "1"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("model"))
-
-
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "recipes.benchmarks", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -61,10 +56,10 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_bench_shows_a_ratio_for_each_figure(
-    tiny: Path, tmp_path: Path, arguments: list[str], figures: list[str]
+    tiny_llama: Path, tmp_path: Path, arguments: list[str], figures: list[str]
 ) -> None:
     path = tmp_path / "figures.json"
-    result = bench(*arguments, *QUICK, "--model", str(tiny), "--json", str(path))
+    result = bench(*arguments, *QUICK, "--model", str(tiny_llama), "--json", str(path))
     assert result.returncode == 0, result.stderr
     content = json.loads(path.read_text())
     # The network's part is shown only where it can be told from noise.
@@ -76,10 +71,10 @@ def test_bench_shows_a_ratio_for_each_figure(
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_training_in_chunks(tiny: Path, tmp_path: Path) -> None:
+def test_bench_of_training_in_chunks(tiny_llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     arguments = ["--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4", "--waiting", "0.1"]
-    result = bench("network", *arguments, *QUICK, "--model", str(tiny), "--json", str(path))
+    result = bench("network", *arguments, *QUICK, "--model", str(tiny_llama), "--json", str(path))
     assert result.returncode == 0, result.stderr
     names = [one["name"] for one in json.loads(path.read_text())["figures"]]
     assert [name for name in names if name.startswith("training")] == [
@@ -93,10 +88,12 @@ def test_bench_of_training_in_chunks(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_distances(tiny: Path, tmp_path: Path) -> None:
+def test_bench_of_distances(tiny_llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="an extra")
     link = Link(rtt_ms=2)
-    distances = Distances(directory=tiny, links=[(link, link)], num_servers=2, draft="lookup", new_tokens=4, rounds=1)
+    distances = Distances(
+        directory=tiny_llama, links=[(link, link)], num_servers=2, draft="lookup", new_tokens=4, rounds=1
+    )
     with Progress(disable=True) as progress:
         report = distances.report(tmp_path / "distances.svg", progress)
     [point] = report.points
@@ -127,11 +124,11 @@ def test_bench_of_remote_experts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_codecs(tiny: Path, tmp_path: Path) -> None:
+def test_bench_of_codecs(tiny_llama: Path, tmp_path: Path) -> None:
     path, text = tmp_path / "figures.json", tmp_path / "text.txt"
     text.write_text("we came over the pass in the late afternoon when the wind had dropped " * 8)
     words = ["--text", str(text), "--pieces", "2", "--length", "40", "--servers", "1"]
-    result = bench("codec", *words, "--model", str(tiny), "--json", str(path))
+    result = bench("codec", *words, "--model", str(tiny_llama), "--json", str(path))
     assert result.returncode == 0, result.stderr
     rows = {row["codec"]: row for row in json.loads(path.read_text())["rows"]}
     assert [*rows] == ["none", "float16", "bfloat16", "rotated8"]
@@ -145,10 +142,10 @@ def test_bench_of_codecs(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_training_together(tiny: Path, tmp_path: Path) -> None:
+def test_bench_of_training_together(tiny_llama: Path, tmp_path: Path) -> None:
     path, plot = tmp_path / "figures.json", tmp_path / "together.svg"
     words = ["--peers", "2", "--seconds", "3", "--seeds", "1", "--steps-per-round", "2", "--documents", "16"]
-    result = bench("together", *words, "--plot", str(plot), "--model", str(tiny), "--json", str(path))
+    result = bench("together", *words, "--plot", str(plot), "--model", str(tiny_llama), "--json", str(path))
     assert result.returncode == 0, result.stderr
     [seed] = json.loads(path.read_text())["seeds"]
     trained = (seed["together"], *seed["alone"])

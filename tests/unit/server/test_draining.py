@@ -15,12 +15,6 @@ from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.server.draining import Draining, wait_until_ended
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.testing.models import save_tiny
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama"))
 
 
 def test_kept_blocks_still_take_sessions() -> None:
@@ -56,9 +50,9 @@ def test_the_wait_ends_with_the_last_session_or_the_time(ends_after: int, left: 
     assert virtual_time.run(wait_until_ended(num_open, 0.3), timeout_s=60) == left
 
 
-def test_a_session_goes_on_and_a_new_one_goes_elsewhere(directory: Path) -> None:
-    with InProcessSwarm(directory, spans=[(0, 4), (0, 4)], config=SwarmConfig(max_retries=2)) as swarm:
-        blocks = swarm.connection.blocks(version=Checkpoint.open(directory).version, num_blocks=4)
+def test_a_session_goes_on_and_a_new_one_goes_elsewhere(tiny_llama: Path) -> None:
+    with InProcessSwarm(tiny_llama, spans=[(0, 4), (0, 4)], config=SwarmConfig(max_retries=2)) as swarm:
+        blocks = swarm.connection.blocks(version=Checkpoint.open(tiny_llama).version, num_blocks=4)
         inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))
         old = blocks.open_session(range(4))
         first = blocks.step(old, inputs, ()).hidden

@@ -25,16 +25,10 @@ from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.server_info import ServerInfo
 
 PROMPT = torch.randint(3, 100, (1, 6), generator=torch.Generator().manual_seed(0))
 SPANS = [(0, 2), (0, 2), (2, 4)]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral"))
 
 
 class Presence(Place):
@@ -91,11 +85,11 @@ def busy(swarm: MovingSwarm, start: int) -> str:
 
 
 @pytest.mark.parametrize("drain_s", [pytest.param(0.0, id="cut-off"), pytest.param(60.0, id="drained")])
-def test_a_move_during_generation_changes_no_token(directory: Path, drain_s: float) -> None:
-    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+def test_a_move_during_generation_changes_no_token(tiny_mixtral: Path, drain_s: float) -> None:
+    local = AutoModelForCausalLM.from_pretrained(tiny_mixtral).eval()
     expected = local.generate(PROMPT, max_new_tokens=10, do_sample=False)
-    with MovingSwarm(directory, spans=SPANS, drain_s=drain_s) as swarm:
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+    with MovingSwarm(tiny_mixtral, spans=SPANS, drain_s=drain_s) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         moving: list[threading.Thread] = []
         movers: list[str] = []
 
@@ -118,10 +112,10 @@ def test_a_move_during_generation_changes_no_token(directory: Path, drain_s: flo
         assert (info.start, info.end, info.target, info.leaving) == (1, 3, None, None)
 
 
-def test_a_move_between_forward_and_backward_changes_no_gradient(directory: Path) -> None:
-    local = AutoModelForCausalLM.from_pretrained(directory)
-    with MovingSwarm(directory, spans=SPANS) as swarm:
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+def test_a_move_between_forward_and_backward_changes_no_gradient(tiny_mixtral: Path) -> None:
+    local = AutoModelForCausalLM.from_pretrained(tiny_mixtral)
+    with MovingSwarm(tiny_mixtral, spans=SPANS) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         gradients = []
         for model in (local, remote):
             embeds = model.get_input_embeddings()(PROMPT).detach().requires_grad_()
@@ -136,8 +130,8 @@ def test_a_move_between_forward_and_backward_changes_no_gradient(directory: Path
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
-def test_the_only_server_of_a_block_stays(directory: Path) -> None:
-    with MovingSwarm(directory, spans=SPANS) as swarm:
+def test_the_only_server_of_a_block_stays(tiny_mixtral: Path) -> None:
+    with MovingSwarm(tiny_mixtral, spans=SPANS) as swarm:
         swarm.move(swarm.peers[2], 0, 2)
         assert swarm.services[swarm.peers[2]].spec.blocks == range(2, 4)
         assert swarm.services[swarm.peers[2]].info().target is None
@@ -146,9 +140,9 @@ def test_the_only_server_of_a_block_stays(directory: Path) -> None:
         assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
 
 
-def test_without_room_for_two_spans_the_old_one_is_dropped_first(directory: Path) -> None:
-    with MovingSwarm(directory, spans=[(0, 3), (0, 3), (2, 4)]) as swarm:
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+def test_without_room_for_two_spans_the_old_one_is_dropped_first(tiny_mixtral: Path) -> None:
+    with MovingSwarm(tiny_mixtral, spans=[(0, 3), (0, 3), (2, 4)]) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         expected = remote(PROMPT).logits
         mover = swarm.peers[0]
         swarm.services[mover].describe(mobility="drops-first")
@@ -164,8 +158,8 @@ def test_without_room_for_two_spans_the_old_one_is_dropped_first(directory: Path
         assert swarm.services[other].spec.blocks == range(3)
 
 
-def test_a_span_that_cannot_be_loaded_leaves_the_old_one(directory: Path) -> None:
-    with MovingSwarm(directory, spans=SPANS) as swarm:
+def test_a_span_that_cannot_be_loaded_leaves_the_old_one(tiny_mixtral: Path) -> None:
+    with MovingSwarm(tiny_mixtral, spans=SPANS) as swarm:
         missing = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
         gone = OSError("Input/output error")
         for mobility, error, said in [
@@ -190,5 +184,5 @@ def test_a_span_that_cannot_be_loaded_leaves_the_old_one(directory: Path) -> Non
             info = swarm.services[swarm.peers[0]].info()
             assert (info.start, info.end, info.state, info.target) == (0, 2, "online", None)
             assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
-        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         assert torch.isfinite(remote(PROMPT).logits).all()
