@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offload_models import Toys, save_toy
 from session_check import CLOSE_S, sessions_left
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -60,6 +61,20 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with InProcessSwarm(directory) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         yield Pair(family=request.param, directory=directory, local=local, remote=remote, swarm=swarm)
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
+    """Returns the directory of a family's toy with experts, which is written once and only read."""
+    root = tmp_path_factory.mktemp("toys")
+
+    def directory(family: str, *, is_fused: bool = False) -> Path:
+        path = root / f"{family}-{is_fused}"
+        if not path.exists():
+            save_toy(family, path, is_fused=is_fused)
+        return path
+
+    return directory
 
 
 @pytest.fixture

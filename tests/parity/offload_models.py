@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -118,6 +119,12 @@ def save_toy(
     model = toy(family, **other)
     model.save_pretrained(directory, save_original_format=not is_fused, max_shard_size=max_shard_size)
     return model
+
+
+class Toys(Protocol):
+    """Finds the directory of a family's toy."""
+
+    def __call__(self, family: str, *, is_fused: bool = False) -> Path: ...
 
 
 def tokens(rows: int = 2, length: int = 9, seed: int = 0) -> torch.Tensor:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from generation_modes import MODES
-from offload_models import SETTINGS, save_toy, tokens, toy
+from offload_models import SETTINGS, Toys, save_toy, tokens, toy
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 from swarm_plugins import OffloadConfig, load_offloaded
 
@@ -28,24 +28,12 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("offload")
-
-
-def saved(folder: Path, family: str, *, is_fused: bool) -> Path:
-    path = folder / f"{family}-{is_fused}"
-    if not path.exists():
-        save_toy(family, path, is_fused=is_fused)
-    return path
-
-
 @pytest.mark.parametrize("is_fused", [False, True], ids=["original", "fused"])
 @pytest.mark.parametrize("family", sorted(SETTINGS))
 def test_few_experts_in_memory_give_the_bits_of_all_and_the_numbers_of_eager(
-    folder: Path, family: str, is_fused: bool
+    toys: Toys, family: str, is_fused: bool
 ) -> None:
-    path = saved(folder, family, is_fused=is_fused)
+    path = toys(family, is_fused=is_fused)
     eager = AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager").eval()
     few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
     whole = load_offloaded(path, OffloadConfig(fast_bytes=1 << 30), device="cpu")
@@ -80,8 +68,8 @@ def test_experts_that_are_read_in_place_give_the_bits_of_all(tmp_path: Path, mon
     assert few.offload_stats().misses > whole.offload_stats().misses
 
 
-def test_a_static_cache_compiles_nothing(folder: Path) -> None:
-    few = load_offloaded(saved(folder, "mixtral", is_fused=False), OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+def test_a_static_cache_compiles_nothing(toys: Toys) -> None:
+    few = load_offloaded(toys("mixtral"), OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
     ids = tokens(1, 5)
     options: Any = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     # What it would do on CUDA by itself.
@@ -93,8 +81,8 @@ def test_a_static_cache_compiles_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(MODES))
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_every_mode_of_decoding_gives_the_same(folder: Path, family: str, name: str) -> None:
-    path = saved(folder, family, is_fused=False)
+def test_every_mode_of_decoding_gives_the_same(toys: Toys, family: str, name: str) -> None:
+    path = toys(family)
     local = AutoModelForCausalLM.from_pretrained(path).eval()
     few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
     assistant = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -103,8 +91,8 @@ def test_every_mode_of_decoding_gives_the_same(folder: Path, family: str, name: 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "jamba"])
 @pytest.mark.parametrize("name", ["greedy_padded", "beam", "sampling"])
-def test_other_families_decode_the_same(folder: Path, family: str, name: str) -> None:
-    path = saved(folder, family, is_fused=False)
+def test_other_families_decode_the_same(toys: Toys, family: str, name: str) -> None:
+    path = toys(family)
     local = AutoModelForCausalLM.from_pretrained(path).eval()
     few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
     assert MODES[name](few, local) == MODES[name](local, local)
@@ -120,8 +108,8 @@ def test_shards_of_an_original_checkpoint_are_read_where_they_are(tmp_path: Path
     assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
 
 
-def test_a_batch_reads_each_expert_once_per_layer(folder: Path) -> None:
-    path = saved(folder, "mixtral", is_fused=False)
+def test_a_batch_reads_each_expert_once_per_layer(toys: Toys) -> None:
+    path = toys("mixtral")
     few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES, prefetch=False), device="cpu")
     logits(few, tokens(8, 32))
     layers, experts, expert_bytes = 3, 6, 3 * 32 * 48 * 4
@@ -138,9 +126,9 @@ def test_a_batch_reads_each_expert_once_per_layer(folder: Path) -> None:
     ],
 )
 def test_another_type_is_cast_as_transformers_casts(
-    folder: Path, dtype: torch.dtype, implementation: str, tolerance: float
+    toys: Toys, dtype: torch.dtype, implementation: str, tolerance: float
 ) -> None:
-    path = saved(folder, "mixtral", is_fused=False)
+    path = toys("mixtral")
     local = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation=implementation).eval()
     few = load_offloaded(path, OffloadConfig(fast_bytes=2 * FEW_BYTES), dtype=dtype, device="cpu")
     expected, found = logits(local, tokens()), logits(few, tokens())
@@ -148,11 +136,45 @@ def test_another_type_is_cast_as_transformers_casts(
     assert (found - expected).abs().max() < tolerance
 
 
-def test_autocast_gives_what_transformers_gives(folder: Path) -> None:
-    path = saved(folder, "mixtral", is_fused=False)
+def test_autocast_gives_what_transformers_gives(toys: Toys) -> None:
+    path = toys("mixtral")
     local = AutoModelForCausalLM.from_pretrained(path).eval()
     few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, found = logits(local, tokens()), logits(few, tokens())
     # Attention in bfloat16 on both sides, experts in float32: the same roundings up to the last bits of the products.
     assert (found - expected).abs().max() < 0.05
+
+
+# By one config that all of them understand.
+OTHERS = (
+    "afmoe", "cohere2_moe", "deepseek_v4", "dots1", "exaone_moe", "flex_olmo", "granitemoe_swa", "granitemoeshared",
+    "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "qwen3_5_moe_text",
+    "qwen3_next", "solar_open",
+)  # fmt: skip
+OTHER_SETTINGS: dict[str, int] = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_topk": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "sliding_window": 16,
+    "n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8, "index_head_dim": 8, "index_n_heads": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_more_families_of_the_interface_give_the_logits_of_the_model_in_memory(family: str, tmp_path: Path) -> None:
+    known = AutoConfig.for_model(family)
+    config = AutoConfig.for_model(family, **{name: one for name, one in OTHER_SETTINGS.items() if hasattr(known, name)})
+    build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        local = build(config, dtype=torch.float32).eval()
+    local.save_pretrained(tmp_path)
+    few = load_offloaded(tmp_path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    expected, found = logits(local, tokens()), logits(few, tokens())
+    assert few.offload_stats().bytes_read > 0
+    # Products of the same numbers, some in another order; HF's initial values give logits of about 0.1.
+    assert (found - expected).abs().max() < 1e-6

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from offload_models import save_toy, tokens
+from offload_models import Toys, tokens
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -60,47 +62,39 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert (found[name] - gradient).norm() <= RELATIVE * gradient.norm(), name
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("offload_training")
-
-
-def pair(folder: Path, family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(toys: Toys, family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Returns a toy in memory and offloaded."""
-    path = folder / family
-    if not path.exists():
-        save_toy(family, path)
-    local = AutoModelForCausalLM.from_pretrained(path)
-    return local, load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    local = AutoModelForCausalLM.from_pretrained(toys(family))
+    return local, load_offloaded(toys(family), OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", [attention_lora, experts_lora, prompts])
 def test_adapters_get_the_gradients_of_the_plain_model(
-    folder: Path, family: str, adapter: Callable[[str], object]
+    toys: Toys, family: str, adapter: Callable[[str], object]
 ) -> None:
-    local, few = (adapted(model, adapter(family)).train() for model in pair(folder, family))
+    local, few = (adapted(model, adapter(family)).train() for model in pair(toys, family))
     assert_close(gradients(few, tokens()), gradients(local, tokens()))
 
 
-def test_router_and_embedding_get_the_gradients_of_the_plain_model(folder: Path) -> None:
-    local, few = pair(folder, "mixtral")
+def test_router_and_embedding_get_the_gradients_of_the_plain_model(toys: Toys) -> None:
+    local, few = pair(toys, "mixtral")
     plain = {name: one for name, one in gradients(local, tokens()).items() if ".experts." not in name}
     assert any("gate" in name for name in plain)
     assert_close(gradients(few, tokens()), plain)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_changes_no_gradient(folder: Path, use_reentrant: bool) -> None:
-    local, few = (adapted(model, experts_lora("mixtral")).train() for model in pair(folder, "mixtral"))
+def test_gradient_checkpointing_changes_no_gradient(toys: Toys, use_reentrant: bool) -> None:
+    local, few = (adapted(model, experts_lora("mixtral")).train() for model in pair(toys, "mixtral"))
     few.enable_input_require_grads()
     few.base_model.model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_close(gradients(few, tokens()), gradients(local, tokens()))
 
 
-def test_a_backward_pass_inside_autocast_changes_no_gradient(folder: Path) -> None:
+def test_a_backward_pass_inside_autocast_changes_no_gradient(toys: Toys) -> None:
     # Of the experts alone: all else is rounded to bfloat16 in there, and each model has its own backward.
-    _, few = pair(folder, "mixtral")
+    _, few = pair(toys, "mixtral")
     experts: Any = few.get_submodule("model.layers.0.mlp.experts")
     torch.manual_seed(0)
     hidden = torch.randn(4, 32, requires_grad=True)
@@ -111,8 +105,8 @@ def test_a_backward_pass_inside_autocast_changes_no_gradient(folder: Path) -> No
     assert torch.equal(inside, outside)
 
 
-def test_an_adapter_trained_here_is_an_ordinary_one(folder: Path, tmp_path: Path) -> None:
-    local, few = pair(folder, "mixtral")
+def test_an_adapter_trained_here_is_an_ordinary_one(toys: Toys, tmp_path: Path) -> None:
+    local, few = pair(toys, "mixtral")
     tuned = adapted(few, experts_lora("mixtral"))
     optimizer = torch.optim.SGD([one for one in tuned.parameters() if one.requires_grad], lr=0.1)
     gradients(tuned.train(), tokens())
@@ -130,9 +124,9 @@ def test_an_adapter_trained_here_is_an_ordinary_one(folder: Path, tmp_path: Path
     assert torch.equal(tuned.generate(first, **options), plain.generate(first, **options))
 
 
-def test_two_adapters_at_once_add_up(folder: Path) -> None:
+def test_two_adapters_at_once_add_up(toys: Toys) -> None:
     models = []
-    for model in pair(folder, "mixtral"):
+    for model in pair(toys, "mixtral"):
         tuned = adapted(model, experts_lora("mixtral"))
         torch.manual_seed(1)
         tuned.add_adapter("second", experts_lora("mixtral"))
@@ -143,50 +137,49 @@ def test_two_adapters_at_once_add_up(folder: Path) -> None:
         assert (few(tokens()).logits - local(tokens()).logits).abs().max() < 1e-5
 
 
-def test_prefix_tuning_generates_the_same(folder: Path) -> None:
+def test_prefix_tuning_generates_the_same(toys: Toys) -> None:
     config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    local, few = (adapted(model, config).train() for model in pair(folder, "mixtral"))
+    local, few = (adapted(model, config).train() for model in pair(toys, "mixtral"))
     assert_close(gradients(few, tokens()), gradients(local, tokens()))
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "orthogonal"])
-def test_initialisations_that_read_weights_are_refused_with_the_cure(folder: Path, init: str) -> None:
-    _, few = pair(folder, "mixtral")
+def test_initialisations_that_read_weights_are_refused_with_the_cure(toys: Toys, init: str) -> None:
+    _, few = pair(toys, "mixtral")
     config = LoraConfig(target_modules=[], target_parameters=["experts.down_proj"], init_lora_weights=init)
     with pytest.raises((AttributeError, SwarmError), match="init_lora_weights=True"):
         get_peft_model(few, config)
 
 
-def test_training_the_experts_themselves_is_refused_with_the_cure(folder: Path) -> None:
-    _, few = pair(folder, "mixtral")
+def test_training_the_experts_themselves_is_refused_with_the_cure(toys: Toys) -> None:
+    _, few = pair(toys, "mixtral")
     few.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"freeze it.*target_parameters=\['experts"):
         few(tokens())
 
 
-def test_merging_is_refused_with_the_cure(folder: Path) -> None:
-    _, few = pair(folder, "mixtral")
+def test_merging_is_refused_with_the_cure(toys: Toys) -> None:
+    _, few = pair(toys, "mixtral")
     with pytest.raises(UnsupportedError, match="keep the adapter apart"):
         get_peft_model(few, experts_lora("mixtral")).merge_and_unload()
 
 
-def test_an_adapter_on_a_bias_of_experts_is_refused_with_the_cure(folder: Path) -> None:
-    _, few = pair(folder, "gpt_oss")
+def test_an_adapter_on_a_bias_of_experts_is_refused_with_the_cure(toys: Toys) -> None:
+    _, few = pair(toys, "gpt_oss")
     tuned = get_peft_model(few, LoraConfig(target_modules=[], target_parameters=["experts.down_proj_bias"]))
     with pytest.raises(UnsupportedError, match=r"ParamWrapper on 'down_proj_bias' cannot work.*gate_up_proj"):
         tuned(tokens())
 
 
-def test_experts_to_be_trained_as_a_whole_are_refused_with_the_cure(folder: Path) -> None:
-    _, few = pair(folder, "mixtral")
+def test_experts_to_be_trained_as_a_whole_are_refused_with_the_cure(toys: Toys) -> None:
+    _, few = pair(toys, "mixtral")
     tuned = get_peft_model(few, LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"]))
     with pytest.raises(UnsupportedError, match="freeze it"):
         tuned(tokens())
 
 
-def test_adapters_on_the_router_and_on_experts_in_few_bits_train(folder: Path) -> None:
-    pair(folder, "mixtral")
-    few = load_offloaded(folder / "mixtral", OffloadConfig(fast_bytes=FEW_BYTES, expert_bits=8), device="cpu")
+def test_adapters_on_the_router_and_on_experts_in_few_bits_train(toys: Toys) -> None:
+    few = load_offloaded(toys("mixtral"), OffloadConfig(fast_bytes=FEW_BYTES, expert_bits=8), device="cpu")
     config = LoraConfig(target_modules=[], target_parameters=["experts.down_proj", "gate.weight"])
     found = gradients(adapted(few, config).train(), tokens())
     assert len(found) == 2 * 2 * 3
@@ -194,14 +187,55 @@ def test_adapters_on_the_router_and_on_experts_in_few_bits_train(folder: Path) -
 
 
 @pytest.mark.parametrize("bits", [None, 16, 8])
-def test_memory_that_was_taken_in_inference_mode_serves_training_too(folder: Path, bits: int | None) -> None:
+def test_memory_that_was_taken_in_inference_mode_serves_training_too(toys: Toys, bits: int | None) -> None:
     # Lightning validates in inference mode before the first step.
-    pair(folder, "mixtral")
     config = OffloadConfig(fast_bytes=1 << 30, expert_bits=bits)
-    models = [load_offloaded(folder / "mixtral", config, device="cpu") for _ in range(2)]
+    models = [load_offloaded(toys("mixtral"), config, device="cpu") for _ in range(2)]
     local, few = (adapted(model, experts_lora("mixtral")) for model in models)
     with torch.inference_mode():
         few.eval()(tokens())
     assert_close(gradients(few.train(), tokens()), gradients(local.train(), tokens()))
     with torch.inference_mode():
         assert torch.equal(few.eval()(tokens()).logits, few(tokens()).logits)
+
+
+TIMEOUT_S = 30.0
+
+
+def test_overlapping_calls_leave_no_adapter_behind(toys: Toys) -> None:
+    """Adapters when threads share a model: each call has its own, and leaves none behind."""
+    few = load_offloaded(toys("mixtral"), OffloadConfig(fast_bytes=1 << 30), device="cpu")
+    tuned = adapted(few, experts_lora("mixtral")).eval()
+
+    @torch.no_grad()
+    def logits() -> Tensor:
+        found: Tensor = tuned(tokens()).logits
+        return found
+
+    with tuned.disable_adapter():
+        bare = logits()
+    expected = logits()
+    wrapper: Any = tuned.get_submodule("base_model.model.model.layers.1.mlp.experts")
+    meeting = threading.Barrier(2)
+    # Two calls are in the same experts at once, and the one that came first is the first to leave.
+    first_left = threading.Event()
+
+    def meet(module: object, arguments: object, output: object) -> None:
+        if meeting.wait(TIMEOUT_S) == 1:
+            assert first_left.wait(TIMEOUT_S)
+
+    hook = wrapper.get_base_layer().register_forward_hook(meet)
+
+    def call() -> Tensor:
+        try:
+            return logits()
+        finally:
+            first_left.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [one.result(2 * TIMEOUT_S) for one in [threads.submit(call) for _ in range(2)]]
+    hook.remove()
+    assert all(torch.equal(one, expected) for one in found)
+    assert torch.equal(logits(), expected)
+    with tuned.disable_adapter():
+        assert torch.equal(logits(), bare)
