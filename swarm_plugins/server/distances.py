@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.server.startup.network_rate import Surroundings, timed_echo
+from swarm_plugins.server.startup.network_rate import Surroundings, fastest_echoes
 from swarm_plugins.transport.records import MAX_ROUND_TRIPS
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 _ECHOES = 3
 _ECHO_BYTES = 64
-_PEER_TIMEOUT_S = 2.0
 
 
 async def keep_measured(
@@ -46,14 +45,8 @@ async def round_trips(network: Surroundings, own: ServerInfo) -> tuple[tuple[str
         SwarmError: If the directory cannot be asked.
     """
     infos = await network.servers(own.version, own.num_blocks)
-    found = []
-    for peer in neighbors(network.peer_id, own, infos):
-        try:
-            async with asyncio.timeout(_PEER_TIMEOUT_S):
-                found.append((peer, round(await _round_trip_s(network, peer), 4)))
-        except (SwarmError, TimeoutError) as error:
-            log.debug("no round trip to %s: %s", peer, error)
-    return tuple(found)
+    echoes = await fastest_echoes(network, neighbors(network.peer_id, own, infos), (_ECHO_BYTES,), _ECHOES)
+    return tuple((peer, round(seconds, 4)) for peer, (seconds,) in echoes.items())
 
 
 def neighbors(me: str, own: ServerInfo, infos: Mapping[str, ServerInfo]) -> list[str]:
@@ -75,11 +68,3 @@ def neighbors(me: str, own: ServerInfo, infos: Mapping[str, ServerInfo]) -> list
 
 def _may_follow(one: ServerInfo, two: ServerInfo) -> bool:
     return two.start <= one.end < two.end
-
-
-async def _round_trip_s(network: Surroundings, peer: str) -> float:
-    channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
-    try:
-        return min([await timed_echo(channel, _ECHO_BYTES) for _ in range(_ECHOES)])
-    finally:
-        await channel.close()

@@ -22,12 +22,8 @@ class Draining:
 
     def __init__(self) -> None:
         self._kept: range | None = None
-        self._is_leaving = False
-
-    @property
-    def is_leaving(self) -> bool:
+        self.is_leaving = False
         """Whether the server is about to end."""
-        return self._is_leaving
 
     def shown(self, info: ServerInfo) -> ServerInfo:
         """Returns what a server announces, in the state ``draining`` if it is leaving."""
@@ -39,7 +35,7 @@ class Draining:
 
     def leave(self) -> None:
         """Refuses all new sessions, for good."""
-        self._is_leaving = True
+        self.is_leaving = True
 
     def end(self) -> None:
         """Takes new sessions on all blocks again, unless the server is leaving."""
@@ -51,7 +47,7 @@ class Draining:
         Raises:
             RequestError: ``draining``, which makes clients look up the swarm again.
         """
-        kept = range(0) if self._is_leaving else self._kept
+        kept = range(0) if self.is_leaving else self._kept
         if kept is not None and not (blocks.start in kept and blocks.stop - 1 in kept):
             raise RequestError(
                 "draining",

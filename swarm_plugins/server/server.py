@@ -174,9 +174,7 @@ class SwarmServer:
         if self._held is not None and config.is_holder:
             await self._serve_experts(self._held)
             return
-        if config.remote_experts:
-            if self._fetch_experts is None:
-                raise ConfigError(_NO_FETCHING)
+        if config.remote_experts and self._fetch_experts is not None:
             share = self._share = self._fetch_experts(
                 self._presence,
                 version=weights.version,

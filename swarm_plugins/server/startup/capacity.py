@@ -177,10 +177,10 @@ def measure(runner: SpanRunner, *, max_tokens: int, weights: Collection[int] = (
         cache = runner.new_cache(1, blocks)
         try:
             step = StepInputs(cache=cache, blocks=blocks, hidden=hidden[:, :1])
-            decode_s = _median_s(lambda: runner.step([step]), device)
+            decode_s = median_s(lambda: runner.step([step]), device)
         finally:
             cache.close()
-        forward_s = _median_s(lambda: runner.forward(SpanInputs(blocks=blocks, hidden=hidden)), device)
+        forward_s = median_s(lambda: runner.forward(SpanInputs(blocks=blocks, hidden=hidden)), device)
     token_bytes = _graph_bytes(runner, hidden, weights) // num_tokens
     return Speed(num_tokens * len(blocks) / forward_s, decode_s / len(blocks), token_bytes)
 
@@ -195,7 +195,7 @@ def _graph_bytes(runner: SpanRunner, hidden: torch.Tensor, weights: Collection[i
     return meter.num_bytes
 
 
-def _median_s(run: Callable[[], object], device: torch.device) -> float:
+def median_s(run: Callable[[], object], device: torch.device) -> float:
     """Returns the median time of a few runs after a warm-up, within a time budget."""
     run()
     times: list[float] = []

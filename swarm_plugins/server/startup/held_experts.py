@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.offload.held import HOLDER_BITS, HeldExperts, load_held_experts
 from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.server.startup.capacity import Speed
+from swarm_plugins.server.startup.capacity import Speed, median_s
 
 _MEASURED_ROWS = 64
-_MEASURE_ROUNDS = 5
 
 
 def load_held(checkpoint: Checkpoint, blocks: range, config: ServeConfig) -> HeldExperts | None:
@@ -39,16 +34,7 @@ def measure_held(held: HeldExperts) -> Speed:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_MEASURED_ROWS, held.hidden_size, generator=generator).to(held.device, held.dtype)
     times = [
-        _least_s(lambda count=count: held.run(block, rows[:count], {expert: slice(0, count)}))  # type: ignore[misc]
+        median_s(lambda count=count: held.run(block, rows[:count], {expert: slice(0, count)}), held.device)  # type: ignore[misc]
         for count in (_MEASURED_ROWS, 1)
     ]
     return Speed(throughput=_MEASURED_ROWS / times[0], decode_s=times[1])
-
-
-def _least_s(run: Callable[[], Tensor]) -> float:
-    times = []
-    for _ in range(_MEASURE_ROUNDS):
-        started = time.perf_counter()
-        run().sum().item()
-        times.append(time.perf_counter() - started)
-    return max(min(times), 1e-9)

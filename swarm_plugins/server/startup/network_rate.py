@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -48,29 +50,32 @@ async def network_rate(network: Surroundings, version: str, num_blocks: int, tok
         log.debug("no measurement of the network: %s", error)
         return 0.0
     peers = [peer for peer, info in infos.items() if peer != network.peer_id and info.state == "online"]
-    rates = [0.0]
-    for peer in random.sample(peers, min(_MAX_PEERS, len(peers))):
+    some = random.sample(peers, min(_MAX_PEERS, len(peers)))
+    echoes = await fastest_echoes(network, some, (_SMALL_BYTES, MAX_ECHO_BYTES), _ROUNDS)
+    # Without the round trip itself. A peer that answers small echoes late must not make the network look much faster.
+    best_s = min((large_s - min(small_s, large_s / 2) for small_s, large_s in echoes.values()), default=math.inf)
+    return round(MAX_ECHO_BYTES / best_s / token_bytes, 1)
+
+
+async def fastest_echoes(
+    network: Surroundings, peers: Iterable[str], sizes: Sequence[int], rounds: int
+) -> dict[str, list[float]]:
+    """Returns the seconds of the fastest echo of each size in bytes, by peer; without peers that do not answer."""
+    found: dict[str, list[float]] = {}
+    for peer in peers:
         try:
             async with asyncio.timeout(_PEER_TIMEOUT_S):
-                rates.append(await _bytes_per_s(network, peer) / token_bytes)
+                channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
+                try:
+                    found[peer] = [min([await _echo_s(channel, size) for _ in range(rounds)]) for size in sizes]
+                finally:
+                    await channel.close()
         except (SwarmError, TimeoutError) as error:
-            log.debug("no measurement of the network with %s: %s", peer, error)
-    return round(max(rates), 1)
+            log.debug("no echo of %s: %s", peer, error)
+    return found
 
 
-async def _bytes_per_s(network: Surroundings, peer: str) -> float:
-    """Returns bytes per second there and back at the same time, without the round trip itself."""
-    channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
-    try:
-        round_trip_s = min([await timed_echo(channel, _SMALL_BYTES) for _ in range(_ROUNDS)])
-        echo_s = min([await timed_echo(channel, MAX_ECHO_BYTES) for _ in range(_ROUNDS)])
-        # A peer that answers small echoes late must not make the network look much faster.
-        return MAX_ECHO_BYTES / (echo_s - min(round_trip_s, echo_s / 2))
-    finally:
-        await channel.close()
-
-
-async def timed_echo(channel: Channel, num_bytes: int) -> float:
+async def _echo_s(channel: Channel, num_bytes: int) -> float:
     """Returns the seconds of an echo over a stream of ``rpc_info``; raises SwarmError if something else comes back."""
     payload = torch.zeros(num_bytes, dtype=torch.uint8).random_(0, 256)
     started = time.perf_counter()

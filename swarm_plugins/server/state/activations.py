@@ -94,12 +94,12 @@ class ActivationStore(Generic[T]):
         self.ttl_s = ttl_s
         self._kept: OrderedDict[str, _Kept[T]] = OrderedDict()
         self._lock = threading.Lock()
-        self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all kept graphs."""
-        return self._used_bytes
+        # A copy: a thread that serves metrics asks too.
+        return sum(kept.num_bytes for kept in list(self._kept.values()))
 
     def __len__(self) -> int:
         """Returns the number of kept graphs."""
@@ -112,10 +112,9 @@ class ActivationStore(Generic[T]):
         ticket = secrets.token_urlsafe(16)
         with self._lock:
             self._drop_expired(time.monotonic())
-            while self._used_bytes + num_bytes > self.budget_bytes:
-                self._drop(self._oldest_of_greediest(peer, num_bytes))
+            while self.used_bytes + num_bytes > self.budget_bytes:
+                del self._kept[self._oldest_of_greediest(peer, num_bytes)]
             self._kept[ticket] = _Kept(peer, value, num_bytes, time.monotonic() + self.ttl_s)
-            self._used_bytes += num_bytes
         return ticket
 
     def take(self, peer: str, ticket: str) -> T | None:
@@ -124,7 +123,7 @@ class ActivationStore(Generic[T]):
             kept = self._kept.get(ticket)
             if kept is None or kept.peer != peer:
                 return None
-            return self._drop(ticket).value
+            return self._kept.pop(ticket).value
 
     def missed(self) -> None:
         """Notes that a value which is wanted is not kept."""
@@ -140,13 +139,12 @@ class ActivationStore(Generic[T]):
         """Drops some values."""
         with self._lock:
             for ticket in [ticket for ticket, kept in self._kept.items() if is_of_no_use(kept.value)]:
-                self._drop(ticket)
+                del self._kept[ticket]
 
     def clear(self) -> None:
         """Drops everything."""
         with self._lock:
             self._kept.clear()
-            self._used_bytes = 0
 
     def _oldest_of_greediest(self, peer: str, num_bytes: int) -> str:
         """Returns the ticket to give up so that ``peer`` can keep ``num_bytes`` more."""
@@ -159,9 +157,4 @@ class ActivationStore(Generic[T]):
 
     def _drop_expired(self, now: float) -> None:
         for ticket in [ticket for ticket, kept in self._kept.items() if kept.expires <= now]:
-            self._drop(ticket)
-
-    def _drop(self, ticket: str) -> _Kept[T]:
-        kept = self._kept.pop(ticket)
-        self._used_bytes -= kept.num_bytes
-        return kept
+            del self._kept[ticket]
