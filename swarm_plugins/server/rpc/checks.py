@@ -21,6 +21,8 @@ from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.transport.messages import ForwardRequest, SessionStep
 
 _MAX_SEED = 2**63 - 1
+_MAX_TOGETHER = 16
+"""Adapters that apply to every row: each costs its time for each of them, however few bytes name it."""
 
 
 def check_blocks(service: Service, version: str, start: int, end: int) -> range:
@@ -104,6 +106,10 @@ def check_tensors(service: Service, request: ForwardRequest | SessionStep, block
     _check_positions(request.position_ids, batch_size, num_new, before, service.spec.max_positions)
     _check_mask(request.attention_mask, batch_size, before + num_new)
     rows, num_adapters = request.adapter_rows, len(request.adapters)
+    if rows is None and num_adapters > _MAX_TOGETHER:
+        raise BadRequestError(
+            f"{num_adapters} adapters for all rows, the limit is {_MAX_TOGETHER}: name the one of each row"
+        )
     if rows is not None and len(rows) != batch_size:
         raise BadRequestError(f"adapter_rows has {len(rows)} entries, the batch has {batch_size} rows")
     wrong = [row for row in rows or () if not -1 <= adapter_of(row) < num_adapters or start_of(row) > 1 << 31]

@@ -16,6 +16,8 @@ from swarm_plugins.server.state.inbox import Inbox
 
 MAX_OPS = 256
 """Most cache operations in one step; clients send a few, a message could hold ten thousands."""
+_MAX_OP_ROWS = 1 << 16
+"""Most rows after all operations of a step together: a message of 7 kB could name millions, one after the other."""
 
 
 @dataclass(eq=False)
@@ -148,6 +150,7 @@ def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_r
     """
     if len(ops) > MAX_OPS:
         raise BadRequestError(f"{len(ops)} cache operations in one step, the limit is {MAX_OPS}")
+    handled = 0
     for op in ops:
         if op.kind == "crop":
             length = _length_after(op, length)
@@ -155,8 +158,13 @@ def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_r
             length = 0
         else:
             batch_size = _rows_after(op, batch_size)
+            handled += batch_size
         if batch_size > max_rows:
             raise BadRequestError(f"cache operation {op.kind} makes {batch_size} rows, the limit is {max_rows}")
+        if handled > _MAX_OP_ROWS:
+            raise BadRequestError(
+                f"the cache operations of this step handle more than {_MAX_OP_ROWS} rows: send them with several steps"
+            )
     return batch_size, length
 
 

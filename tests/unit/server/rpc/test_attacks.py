@@ -21,13 +21,14 @@ from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.adapter_store import MAX_ADAPTERS, AdapterStore
 from swarm_plugins.server.state.cutting import RunLimits
-from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops
+from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops, shape_after
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
     BackwardRequest,
     Failure,
     ForwardRequest,
+    ForwardResponse,
     Message,
     SessionOpen,
     SessionStep,
@@ -69,6 +70,14 @@ async def test_number_of_operations_is_bounded(service: Service) -> None:
         assert f"{MAX_OPS + 1} cache operations in one step, the limit is {MAX_OPS}" in answer.message
 
 
+def test_operations_handle_a_bounded_number_of_rows() -> None:
+    """A message of 7 kB could make lists of 16,384 rows 128 times, before anybody's turn."""
+    grown = (CacheOp(kind="repeat", indices=(8192,)), CacheOp(kind="select", indices=(0,)))
+    assert shape_after(grown * 7, 1, 0, max_rows=16_384) == (1, 0)
+    with pytest.raises(RequestError, match="handle more than 65536 rows: send them with several steps"):
+        shape_after(grown * 8, 1, 0, max_rows=16_384)
+
+
 def test_many_operations_copy_a_cache_once(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     selected: list[list[int]] = []
     monkeypatch.setattr(FakeCache, "select", lambda _, rows: selected.append(list(rows)))
@@ -89,6 +98,24 @@ async def test_request_names_so_many_adapters(service: Service) -> None:
             "bad_request",
             f"20000 adapters in one request, the limit is {MAX_ADAPTERS}",
         )
+
+
+@pytest.mark.parametrize(("num_adapters", "rows", "is_taken"), [(16, None, True), (17, None, False), (17, (3,), True)])
+async def test_adapters_of_all_rows_are_few(
+    service: Service, num_adapters: int, rows: tuple[int, ...] | None, *, is_taken: bool
+) -> None:
+    """One of a few bytes, named 256 times in a step, took 1.7 s."""
+    spec = AdapterSpec(modules=())
+    async with playing(service, "rpc_adapter") as ask:
+        upload = AdapterUpload(digest=adapter_digest(spec, ()), spec=spec, tensors=())
+        assert isinstance(await ask(upload), AdapterStored)
+    async with playing(service, "rpc_forward") as ask:
+        adapters = (upload.digest,) * num_adapters
+        request = ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, adapters=adapters, adapter_rows=rows)
+        answer = await ask(request)
+        assert isinstance(answer, ForwardResponse) == is_taken
+        if isinstance(answer, Failure):
+            assert answer.message.startswith("17 adapters for all rows, the limit is 16: name the one of each row")
 
 
 def test_large_adapter_is_not_named_again_and_again() -> None:
