@@ -74,9 +74,7 @@ async def test_work_of_honest_peers_is_not_replaced(num_honest: int, num_hostile
         poison = {poisoned(round_).digest.hex() for round_ in range(ROUNDS + 3)}
         assert not poison & set(one.digests.values()), "weights of its own were replaced"
         assert max(np.abs(part).max() for part in one.peer.round.state.weights) < 300
-        # A contradiction that no record shows stays unknown, and has parted nobody.
-        assert one.peer._expelled.keys() == honest[0].peer._expelled.keys()
-        assert one.peer._expelled.keys() & {traitor.peer_id for traitor in hostile}
+        assert {traitor.peer_id for traitor in hostile} <= one.peer._expelled.keys()
     assert len({one.peer.round.state.digest for one in honest}) == 1
     assert agreed(*honest) > HONEST_ROUNDS
 
