@@ -23,10 +23,8 @@ import time
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError, TransportError
 from swarm_plugins.together.blobs import Blobs
 from swarm_plugins.together.config import RunConfig
-from swarm_plugins.together.contradictions import Contradictions
 from swarm_plugins.together.greetings import Greetings, RunNetwork
 from swarm_plugins.together.outer import SharedState, read_state, state_bytes, update_bytes
-from swarm_plugins.together.past_round import PastRound
 from swarm_plugins.together.refusals import NotAdmittedError, difference, refused
 from swarm_plugins.together.roster import Place, Roster
 from swarm_plugins.together.rounds import Round
@@ -77,9 +75,7 @@ class RunPeer:
         self._config = config
         self.progress: tuple[int, int, int] = (0, 0, 0)
         """Round, local steps in it, and samples; written by the trainer."""
-        self._contradictions = Contradictions(run_id, seal)
-        self._expelled = self._contradictions.expelled
-        self._roster = Roster(seal.run, self.me, self._expelled, dead_s=config.dead_s, max_peers=config.max_peers)
+        self._roster = Roster(seal.run, self.me, dead_s=config.dead_s, max_peers=config.max_peers)
         self._blobs = Blobs(seal.run, network, transfer_s=config.transfer_s)
         self._greetings = Greetings(
             seal.run,
@@ -89,17 +85,13 @@ class RunPeer:
             heard=self._heard,
             again_s=min(5.0, config.dead_s / 3),
         )
-        self.round = Round(own, self.me, config, self._expelled)
+        self.round = Round(own, self.me, config)
         """The round that this peer is in."""
-        self._before: PastRound | None = None
         self._blobs.keep(own.blob)
         self._past: set[bytes] = set()
         self._partners: set[str] = set()
         """Peers with whom this one has trained, or whose state it has taken over when it joined."""
         self._is_joining = True
-        self._was_away = True
-        """Whether the others have had to go on without this peer in this round, or before it joined."""
-        self._turned_at = 0.0
         self._has_warned = False
         self._record_since = 0.0
         self._last_record: RoundRecord | None = None
@@ -143,8 +135,6 @@ class RunPeer:
                 while not await self._catch_up(place):
                     await asyncio.sleep(self._config.poll_s / _HURRY)
                     await self._greetings.greet()
-                # Now they know where this peer is, and say what it has contributed there before it started again.
-                await self._greetings.greet()
         except TimeoutError as error:
             raise RequestTimeoutError(
                 f"the state of run {self.run_id!r} did not come within {self._config.transfer_s:g} s from "
@@ -238,8 +228,6 @@ class RunPeer:
             steps=steps if is_current else 0,
             samples=samples if is_current else 0,
             contribution=now.contributions.get(self.me),
-            yours=now.contributions.get(peer) if peer in living and living[peer].contribution is None else None,
-            evidence=self._contradictions.shown,
             record=(now.record or self._last_record) if is_news else None,
             peers=tuple(living),
             is_leaving=self._is_leaving,
@@ -251,39 +239,22 @@ class RunPeer:
         if not self._roster.heard(peer, status, time.monotonic()):
             raise NotAdmittedError("refused", f"run {self.run_id!r} is full: {self._config.max_peers} peers take part")
         self._greetings.learn((peer,))
-        for evidence in status.evidence:
-            self._contradictions.take(evidence)
-        for owner, one in ((peer, status.contribution), (self.me, status.yours)):
-            if one is not None and not status.is_leaving:
-                if self._seal.contributor(one) != owner:
-                    raise ProtocolError("a contribution signed by another peer")
-                self._contradictions.note(owner, one)
-                if owner not in self._expelled and self.round.add(owner, one):
-                    self._wake.set()
+        if status.contribution is not None and not status.is_leaving:
+            if self._seal.contributor(status.contribution) != peer:
+                raise ProtocolError("a contribution signed by another peer")
+            if self.round.add(peer, status.contribution):
+                self._wake.set()
         if status.record is not None and status.record != self.round.record:
-            self._consider(status.record, has_ended=status.round > status.record.round)
+            self._consider(status.record)
 
-    def _consider(self, record: RoundRecord, *, has_ended: bool) -> None:
-        """Takes a record of this round or the last, if its coordinator and all that it lists are peers of the run.
-
-        ``has_ended``: the peer that has passed it on is in the next round already.
-        """
-        place, before = Place(record.round, record.base), self._before
-        is_past = before is not None and place == _place_of(before.round) and record != self._last_record
-        if place != self._place() and not is_past:
+    def _consider(self, record: RoundRecord) -> None:
+        """Takes a record of this round, if its coordinator and all that it lists are peers of the run."""
+        if Place(record.round, record.base) != self._place():
             return
         coordinator, contributors = self._seal.check_record(record)
-        for peer, one in zip(contributors, record.contributions, strict=True):
-            self._contradictions.note(peer, one)
-        if not {coordinator, *contributors} <= self._roster.known or coordinator in self._expelled:
-            return
-        living = {**self.living, self.me: self._status_for(self.me)}
-        if is_past and before is not None:
-            if before.consider(record, living):
-                self._wake.set()
-            return
         self._offered = record
-        if self.round.consider(record, living, is_past=has_ended):
+        is_known = {coordinator, *contributors} <= self._roster.known
+        if is_known and self.round.consider(record, {**self.living, self.me: self._status_for(self.me)}):
             self._record_since = time.monotonic()
             self._wake.set()
 
@@ -294,8 +265,6 @@ class RunPeer:
             raise NotAdmittedError("refused", f"peer {peer} is not among the allowed peers of run {self.run_id!r}")
         if not self._seal.is_proved(peer, status.proof):
             raise NotAdmittedError("refused", f"the secret of run {self.run_id!r} is another one, or is missing")
-        if peer in self._expelled:
-            raise NotAdmittedError("refused", f"peer {peer} has signed two contributions to one round of this run")
         why = difference(self._spec, status.spec)
         if why is not None:
             raise NotAdmittedError("wrong_run", why)
@@ -322,22 +291,12 @@ class RunPeer:
             what = "began this run apart from this peer and trains another adapter; the two do not merge: stop one side"
             log.warning("run %s: %s %s, and start it again", self.run_id, ", ".join(lasting), what)
 
-    def _note_absence(self) -> None:
-        """Notes that this process stood still, or heard of no peer, for so long that the others count it as lost."""
-        now, since = time.monotonic(), self._turned_at
-        self._turned_at = now
-        self._was_away |= now - since > self._config.dead_s or bool(
-            self._partners and not self._partners & {*self.living}
-        )
-
     async def _turn(self) -> None:
-        self._note_absence()
         await self._greetings.greet()
         self._warn_of_others()
-        self._decide_again()
         now, living = self.round, self.living
         for digest in now.missing:
-            self._fetch(now, digest)
+            self._fetch(digest)
         if now.record is None and now.contributions:
             turn = self._roster.turn(now.state.round, living)
             due = tuple(now.due({**living, self.me: self._status_for(self.me)}, turn).values())
@@ -368,20 +327,8 @@ class RunPeer:
             for digest in now.missing:
                 now.give_up(digest)
 
-    def _decide_again(self) -> None:
-        """Begins this round anew if the last one has ended in another way."""
-        before = self._before
-        if before is None:
-            return
-        for digest in before.round.missing:
-            self._fetch(before.round, digest)
-        if (ended := before.ended_again()) is not None:
-            self._last_record, state = ended
-            if state.digest != self.round.state.digest:
-                log.info("run %s: round %d has ended in another way", self.run_id, before.round.state.round)
-                self._begin(state)
-
-    def _fetch(self, now: Round, digest: bytes) -> None:
+    def _fetch(self, digest: bytes) -> None:
+        now = self.round
         owners = [peer for peer, one in now.contributions.items() if one.blob == digest]
         # Whoever has closed the round has all its updates; an owner may be gone.
         ahead = [peer for peer, status in self.living.items() if status.round > now.state.round]
@@ -393,14 +340,9 @@ class RunPeer:
 
     async def _catch_up(self, own: Place | None) -> bool:
         """Takes over the state that most peers have; returns whether this peer has it."""
-        now, past = time.monotonic(), self._past
         # Before it has work of its own, a peer follows all; later those whom it knows.
-        if own is None or not own.round:
-            best = self._roster.most_agreed(own, past, now)
-        else:
-            best = self._roster.outvoting(own, past, self._partners, now, was_away=self._was_away)
-            if best is None:
-                self._follow_records()
+        partners = self._partners if own is not None and own.round else None
+        best = self._roster.most_agreed(own, self._past, partners, time.monotonic())
         if best is None or best == self._place():
             return True
         holders = [peer for peer, status in self.living.items() if status.state == best.digest]
@@ -417,69 +359,16 @@ class RunPeer:
         self._enter(state)
         return True
 
-    def _follow_records(self) -> None:
-        """Takes over the state of a partner if more peers have signed for it than for this peer's own.
-
-        So one follows through a third peer those that it cannot reach itself. A state is not believed, but computed
-        from the one before, for which they have signed, and from their updates.
-        """
-        before, record = self._before, self._last_record
-        own = 1 if before is None or record is None else len(before.round.listed(record))
-        for peer, status in self.living.items():
-            record = status.record
-            if peer not in self._partners or record is None or record.round + 1 != status.round:
-                continue
-            if status.state in self._past or status.state == self.round.state.digest:
-                continue
-            signers = {self._seal.contributor(one) for one in record.contributions} & self._roster.known
-            if len(signers - self._expelled.keys()) <= own:
-                continue
-            state = self._result_of(record, peer)
-            if state is not None and state.digest == status.state:
-                log.info(
-                    "run %s: took over the state of round %d from %d peers", self.run_id, state.round, len(signers)
-                )
-                self._last_record = record
-                self._enter(state)
-                return
-            if state is not None:
-                self._past.add(status.state)  # another one than the record gives
-
-    def _result_of(self, record: RoundRecord, holder: str) -> SharedState | None:
-        """Returns the state after a round in which this peer was not; None: it is not known yet."""
-        if not self._blobs.want(record.base, state_bytes(self.round.shapes), [holder]):
-            return None
-        round_ = Round(
-            read_state(self._blobs.get(record.base) or b"", self.round.shapes), self.me, self._config, self._expelled
-        )
-        round_.record = record
-        for digest in round_.missing:
-            self._fetch(round_, digest)
-        return round_.after(record) if round_.ready() else None
-
     def _place(self) -> Place:
-        return _place_of(self.round)
+        return Place(self.round.state.round, self.round.state.digest)
 
     def _enter(self, state: SharedState, *, absent: frozenset[str] = frozenset()) -> None:
-        """Begins a round after the one that has ended, or far from it."""
-        before = self.round
-        is_next = before.record is not None and state.round == before.state.round + 1
-        self._before = PastRound(before, self._expelled) if is_next else None
-        self._begin(state, absent=absent)
-
-    def _begin(self, state: SharedState, *, absent: frozenset[str] = frozenset()) -> None:
-        before, self.round = self.round, Round(state, self.me, self._config, self._expelled, absent=absent)
-        self._was_away = False
+        """Begins a round."""
+        before, self.round = self.round, Round(state, self.me, self._config, absent)
         self._offered = None
         self._past.add(before.state.digest)
-        self._past.discard(state.digest)
         # Slower peers still fetch the updates of the round before.
-        past = [before, *([] if self._before is None else [self._before.round])]
-        kept = [blob for round_ in past for blob in round_.blobs]
-        self._blobs.keep_only((*kept, *(round_.state.digest for round_ in past), self._blobs.keep(state.blob)))
+        kept = [one.blob for one in before.contributions.values()]
+        self._blobs.keep_only((*kept, self._blobs.keep(state.blob)))
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-
-
-def _place_of(round_: Round) -> Place:
-    return Place(round_.state.round, round_.state.digest)

@@ -26,15 +26,13 @@ class Roster:
     Args:
         run: The run's hash.
         me: Id of this peer.
-        expelled: Peers that are left out; may grow.
         dead_s: Silence after which a peer counts as lost.
         max_peers: Most peers, this one included.
     """
 
-    def __init__(self, run: bytes, me: str, expelled: Collection[str], *, dead_s: float, max_peers: int) -> None:
+    def __init__(self, run: bytes, me: str, *, dead_s: float, max_peers: int) -> None:
         self._run = run
         self._me = me
-        self._expelled = expelled
         self._dead_s = dead_s
         self._max_others = max_peers - 1
         self._statuses: dict[str, RunStatus] = {}
@@ -57,9 +55,8 @@ class Roster:
 
     @property
     def known(self) -> frozenset[str]:
-        """Peers that this one or another one has heard in this run lately, those that have left too, and this one."""
-        of_others = (peer for status in self._statuses.values() for peer in status.peers)
-        return frozenset((*self._heard_at, *of_others, self._me))
+        """Peers that have been heard in this run lately, those that have left too, and this one."""
+        return frozenset((*self._heard_at, self._me))
 
     def living(self, now: float) -> dict[str, RunStatus]:
         """Returns the peers that have been heard of lately."""
@@ -67,7 +64,7 @@ class Roster:
         return {
             peer: status
             for peer, status in self._statuses.items()
-            if peer not in self._expelled and now - heard.get(peer, float("-inf")) <= self._dead_s
+            if now - heard.get(peer, float("-inf")) <= self._dead_s
         }
 
     def turn(self, round_: int, peers: Iterable[str]) -> int:
@@ -79,40 +76,26 @@ class Roster:
         """Returns the peer that publishes for all."""
         return min((*self.living(now), self._me), key=lambda peer: self._rank("publisher", peer))
 
-    def most_agreed(self, own: Place | None, past: Collection[bytes], now: float) -> Place | None:
-        """Returns the shared state that most peers have; of equals the furthest. For peers without work of their own.
+    def most_agreed(
+        self, own: Place | None, past: Collection[bytes], partners: Collection[str] | None, now: float
+    ) -> Place | None:
+        """Returns the shared state that most peers have; of equals the furthest.
 
         Args:
             own: This peer's state. None: it takes any other.
             past: Digests of states that this peer has left behind: those who have them are on their way.
+            partners: The only peers that count, with whom this one has trained. None: all.
             now: In seconds of a steady clock.
         """
-        others = (Place(status.round, status.state) for status in self.living(now).values())
+        others = (
+            Place(status.round, status.state)
+            for peer, status in self.living(now).items()
+            if partners is None or peer in partners
+        )
         counts = Counter(place for place in others if place.digest and place.digest not in past)
         if own is not None:
             counts[own] += 1
         return max(counts, key=lambda place: (counts[place], place), default=None)
-
-    def outvoting(
-        self, own: Place, past: Collection[bytes], partners: Collection[str], now: float, *, was_away: bool
-    ) -> Place | None:
-        """Returns the shared state for which a peer gives up its own, as more than half of all have it; None: none.
-
-        A tie displaces no work, and those that are still on their way to this peer's state are not counted out. So
-        fewer than half of its partners cannot put a state in the place of a peer's own, whatever they claim.
-
-        Args:
-            own: This peer's state.
-            past: Digests of states that it has left behind.
-            partners: Peers with whom it has trained; no others count.
-            now: In seconds of a steady clock.
-            was_away: Whether the others have had to go on without this peer: it has no voice then.
-        """
-        places = [Place(one.round, one.state) for peer, one in self.living(now).items() if peer in partners]
-        counts = Counter(place for place in places if place.digest and place.digest not in past and place != own)
-        best = max(counts, key=lambda place: (counts[place], place), default=None)
-        voices = len(places) + (not was_away)
-        return best if best is not None and 2 * counts[best] > voices else None
 
     def apart(self, own: Place, past: Collection[bytes], partners: Collection[str], now: float) -> dict[str, float]:
         """Returns living peers that have not trained with this one, and have other states; and since when."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.outer import SharedState, Update, combine, outer_step, read_update
-from swarm_plugins.transport.identity import peer_id_of
 from swarm_plugins.transport.run_messages import Contribution, RoundRecord, RunStatus
 
 log = logging.getLogger(__name__)
@@ -27,22 +26,12 @@ class Round:
         state: The shared state with which the round begins.
         me: Id of this peer.
         config: Settings.
-        expelled: Peers whose contributions do not count; may grow.
         absent: Peers that were left out of the round before; they are not waited for until they contribute.
     """
 
-    def __init__(
-        self,
-        state: SharedState,
-        me: str,
-        config: RunConfig,
-        expelled: Collection[str],
-        *,
-        absent: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, state: SharedState, me: str, config: RunConfig, absent: frozenset[str] = frozenset()) -> None:
         self.state = state
         self._me = me
-        self._expelled = expelled
         self._absent = absent
         self._config = config
         self.shapes = state.shapes
@@ -61,15 +50,11 @@ class Round:
         return 0.0 if self._closing_since is None else max(1e-9, time.monotonic() - self._closing_since)
 
     @property
-    def blobs(self) -> list[bytes]:
-        """Updates of all who have contributed, and of the record."""
-        listed = () if self.record is None else self.listed(self.record)
-        return list(dict.fromkeys(one.blob for one in (*listed, *self.contributions.values())))
-
-    @property
     def missing(self) -> list[bytes]:
-        """Those that are not here."""
-        return [blob for blob in self.blobs if blob not in self._updates and blob not in self._lost]
+        """Updates that are not here: of all who have contributed, and of the record."""
+        listed = () if self.record is None else self.record.contributions
+        blobs = [one.blob for one in (*listed, *self.contributions.values())]
+        return [blob for blob in dict.fromkeys(blobs) if blob not in self._updates and blob not in self._lost]
 
     def add(self, peer: str, contribution: Contribution) -> bool:
         """Notes a peer's first contribution to this round; returns whether it is new."""
@@ -97,19 +82,18 @@ class Round:
         if self.record is not None and any(one.blob == digest for one in self.record.contributions):
             self.record = None
 
-    def consider(self, record: RoundRecord, living: Mapping[str, RunStatus], *, is_past: bool = False) -> bool:
+    def consider(self, record: RoundRecord, living: Mapping[str, RunStatus]) -> bool:
         """Takes a record if it lists more than the one before; returns whether it did.
 
         A coordinator cannot leave others out as it likes. Before the deadline, no living peer may be late as far as
         this peer knows, itself included, and all that have contributed are listed; after it, at least half of them.
-        ``is_past``: the round is over where the record comes from: to wait for the deadline would not change that.
         """
-        listed = {one.blob for one in self.listed(record)}
-        if listed & self._lost or (self.record is not None and self._weight(record) <= self._weight(self.record)):
+        listed = {one.blob for one in record.contributions}
+        if listed & self._lost or (self.record is not None and _weight(record) <= _weight(self.record)):
             return False
         held = [one.blob for one in self._usable(living).values() if one.blob in self._updates]
         named = sum(blob in listed for blob in held)
-        is_over = is_past or self.closing_s > self._config.straggler_s
+        is_over = self.closing_s > self._config.straggler_s
         if (named < len(held) or self.late(living)) and not (is_over and 2 * named >= len(held)):
             return False
         self.record = record
@@ -121,7 +105,6 @@ class Round:
             peer: one
             for peer, one in sorted(self.contributions.items())
             if (peer in living or peer == self._me)
-            and peer not in self._expelled
             and one.blob not in self._lost
             and self._updates.get(one.blob, ...) is not None
         }
@@ -166,15 +149,11 @@ class Round:
     def ready(self) -> RoundRecord | None:
         """Returns the record if it is known and all that it lists is here."""
         record = self.record
-        return record if record and all(one.blob in self._updates for one in self.listed(record)) else None
-
-    def listed(self, record: RoundRecord) -> list[Contribution]:
-        """Returns the contributions of a record that count."""
-        return [one for one in record.contributions if peer_id_of(one.public_key) not in self._expelled]
+        return record if record and all(one.blob in self._updates for one in record.contributions) else None
 
     def after(self, record: RoundRecord) -> SharedState:
         """Returns the state after this round, closed by a record whose updates are all here."""
-        found = [(self._updates[one.blob], one.samples) for one in self.listed(record)]
+        found = [(self._updates[one.blob], one.samples) for one in record.contributions]
         updates = [(update, samples) for update, samples in found if update is not None]
         typical = self.state.typical[self.state.round % 2]
         mean, typical = combine(updates, max_norm_ratio=self._config.max_norm_ratio, typical=typical)
@@ -187,5 +166,6 @@ class Round:
             typical=typical,
         )
 
-    def _weight(self, record: RoundRecord) -> tuple[int, bytes]:
-        return len(self.listed(record)), record.signature
+
+def _weight(record: RoundRecord) -> tuple[int, bytes]:
+    return len(record.contributions), record.signature

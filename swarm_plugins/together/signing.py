@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.admission.gate import load_secret
 from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
-from swarm_plugins.transport.run_messages import Contribution, Evidence, RoundRecord
+from swarm_plugins.transport.run_messages import Contribution, RoundRecord
 
 _CONTRIBUTION, _RECORD = b"swarm_plugins contribution 1\0", b"swarm_plugins round 1\0"
 _PROOF = b"swarm_plugins run secret 1\0"
@@ -25,12 +25,6 @@ _PROOF = b"swarm_plugins run secret 1\0"
 def run_hash(run_id: str) -> bytes:
     """Returns the name of a run on the wire."""
     return hashlib.blake2b(run_id.encode(), digest_size=20).digest()
-
-
-def is_contradiction(one: Contribution, other: Contribution) -> bool:
-    """Returns whether two contributions, of one peer, are to one round and not the same."""
-    is_of_one_round = (one.round, one.base) == (other.round, other.base)
-    return is_of_one_round and (one.blob, one.samples) != (other.blob, other.samples)
 
 
 class Seal:
@@ -87,18 +81,6 @@ class Seal:
             ProtocolError: If it is not signed, or the peer may not take part.
         """
         return self._signer(_CONTRIBUTION, contribution)
-
-    def check_evidence(self, evidence: Evidence) -> str:
-        """Returns the peer that has signed two contributions to one round.
-
-        Raises:
-            ProtocolError: If it has not.
-        """
-        one, other = evidence.one, evidence.other
-        peer = self.contributor(one)
-        if not is_contradiction(one, other) or self.contributor(other) != peer:
-            raise ProtocolError(f"evidence against peer {peer} that shows nothing")
-        return peer
 
     def check_record(self, record: RoundRecord) -> tuple[str, list[str]]:
         """Returns the coordinator that has signed a record, and its contributors in order.

@@ -12,9 +12,6 @@ from swarm_plugins.transport.server_info import BaseMessage
 MAX_RUN_PEERS = 64
 """Most peers of a run."""
 
-MAX_EVIDENCE = 8
-"""Peers whose expulsion a status explains."""
-
 MAX_PART_BYTES = 1 << 20
 """Most bytes of a blob in one message: a slow line carries it within the deadline of a message."""
 
@@ -58,13 +55,6 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     signature: Signature = b""
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two contributions of one peer to one round: it shows others different ones, to part them."""
-
-    one: Contribution
-    other: Contribution
-
-
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contributions that make up a round, listed and signed by its coordinator."""
 
@@ -76,11 +66,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     signature: Signature = b""
 
 
-class RunStatus(BaseMessage, frozen=True, kw_only=True, omit_defaults=True):
-    """A peer's place in a run. Peers send it to each other, and answer it with their own.
-
-    What is as by default does not travel: so peers of an earlier version understand it until there is news in it.
-    """
+class RunStatus(BaseMessage, frozen=True, kw_only=True):
+    """A peer's place in a run. Peers send it to each other, and answer it with their own."""
 
     run: Hash
     proof: Hash = b""
@@ -100,10 +87,6 @@ class RunStatus(BaseMessage, frozen=True, kw_only=True, omit_defaults=True):
     """The newest round that the sender knows to be closed, if the receiver may not know it."""
     peers: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_RUN_PEERS)] = ()
     """Other peers that it has heard from lately."""
-    yours: Contribution | None = None
-    """What the receiver has contributed to this round; only if it has forgotten that, as one that started again has."""
-    evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()
-    """Why peers were expelled."""
     is_leaving: bool = False
 
 

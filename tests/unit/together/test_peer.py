@@ -218,11 +218,11 @@ def test_two_that_cannot_reach_each_other_train_together_through_a_third(pair: t
             await trainee.join()
             trainee.train(12)
         await finished(world, *trainees)
-        # Not in all: whom one of two coordinators does not hear is left out of its round, and counted in a later one.
-        assert all(trainee.is_in.count(True) >= 3 for trainee in trainees)
+        # Slower, and not all: whom one of two coordinators does not hear is left out.
+        assert all(trainee.is_in.count(True) >= 6 for trainee in trainees)
         for trainee in (one, other):
             third = next(t for t in trainees if t not in (one, other))
-            assert sum(trainee.digests.get(round_) == digest for round_, digest in third.digests.items()) >= 10
+            assert sum(trainee.digests.get(round_) == digest for round_, digest in third.digests.items()) >= 6
 
     virtual_time.run(main(), timeout_s=3600)
 
