@@ -1,4 +1,4 @@
-"""The constants of `judging`; those that one other room alone uses, such as hedging, stand there."""
+"""All constants by which peers are judged, in one place."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import importlib.metadata
@@ -142,7 +143,8 @@ class Tasks:
         with contextlib.chdir(task.file.parent):
             # What was checked, not the file once more: it may have changed, and lm_eval reads it in its own way.
             is_checked = not self.settings.allow_code
-            alone = {key: value for key, value in task.config.items() if key not in _GROUPS}
+            # A copy: lm_eval writes into it.
+            alone = copy.deepcopy({key: value for key, value in task.config.items() if key not in _GROUPS})
             loaded = self._manager.load([alone if is_checked else str(task.file)])
         if read_task_file(task.file, allow_code=self.settings.allow_code).digest != task.digest:
             raise ConfigError(f"{task.file}, or a data file of it, has changed since it was read: evaluate again")

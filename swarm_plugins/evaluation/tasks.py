@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -134,9 +135,7 @@ class _Reader:
             content = file.read_bytes() if file.stat().st_size <= _MAX_FILE_BYTES else b""
             if not content:
                 raise ConfigError(f"{file} is not a task file: it is empty, or has more than {_MAX_FILE_BYTES} bytes")
-            found = yaml.load(content, Loader=self._loader(file))
-            if (size := _size(found)) > _MAX_NODES:
-                raise ConfigError(f"{file} stands for {size:g} values, {_MAX_NODES} are allowed: use fewer aliases")
+            found = self._constructed(file, content)
         except OSError as exc:
             raise ConfigError(f"the task file {file} cannot be read ({exc.strerror}); give an existing one") from exc
         except (yaml.YAMLError, ValueError, RecursionError) as exc:
@@ -151,6 +150,17 @@ class _Reader:
         for one in includes if isinstance(includes, list) else [includes]:
             merged |= self.read(_without_links(file, str(one)), depth + 1)
         return merged | found
+
+    def _constructed(self, file: Path, content: bytes) -> Any:
+        loader = self._loader(file)(content)
+        try:
+            node = loader.get_single_node()
+            # Before anything is made of it: merged keys are copied.
+            if (size := _size(node)) > _MAX_NODES:
+                raise ConfigError(f"{file} stands for {size:g} values, {_MAX_NODES} are allowed: use fewer aliases")
+            return None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
 
     def add(self, file: Path) -> None:
         """Makes a data file part of the digest."""
@@ -197,25 +207,28 @@ def _without_links(file: Path, include: str) -> Path:
     return target
 
 
-def _size(value: object) -> float:
-    """Returns of how many nodes a value consists; aliases put one list or mapping in many places, or in itself."""
+def _size(root: yaml.Node | None) -> float:
+    """Returns of how many nodes a YAML text consists; aliases put one in many places, or in itself."""
     sizes: dict[int, float] = {}
 
-    def of(one: object) -> float:
-        if not isinstance(one, dict | list):
+    def of(node: Any) -> float:
+        if not isinstance(node, yaml.CollectionNode):
             return 1
-        if id(one) not in sizes:
-            sizes[id(one)] = math.inf  # until it is known: of one that contains itself, there is no end
-            sizes[id(one)] = 1 + sum(map(of, one.values() if isinstance(one, dict) else one))
-        return sizes[id(one)]
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # until it is known: of one that contains itself, there is no end
+            pairs = node.value if isinstance(node, yaml.MappingNode) else [(one,) for one in node.value]
+            sizes[id(node)] = 1 + sum(of(one) for pair in pairs for one in pair)
+        return sizes[id(node)]
 
-    return of(value)
+    return of(root)
 
 
 def _check_no_code(file: Path, config: Mapping[str, Any]) -> None:
     for key in ("class", "custom_dataset", "unsafe_code"):
         if config.get(key):
-            raise ConfigError(f"{file} would run Python code ({key}: {config[key]}); {_ALLOW}")
+            raise ConfigError(f"{file} would run Python code ({key}: {reprlib.repr(config[key])}); {_ALLOW}")
+    if config.get("use_prompt"):
+        raise ConfigError(f"{file} has its prompts read from another file (use_prompt): write doc_to_text; or {_ALLOW}")
     for metric in _metrics(config):
         if metric.get("hf_evaluate"):
             raise ConfigError(f"{file} would run the code of a metric from the Hub ({metric.get('metric')}); {_ALLOW}")

@@ -84,15 +84,19 @@ class LastingNode:
             await _close(newer)
             return
         self._node = newer
+        # One that lives is closed at a later look-up: calls over it may be under way.
         self._retired.append(node)
-        await self._close_unused()
+        if not node.is_alive:
+            await self._close_unused()
 
     async def _close_unused(self) -> None:
         """Closes replaced nodes, unless requests and sessions with peers that they still reach go on."""
         keep = [node for node in self._retired if node.is_alive and node.num_opened][-_MAX_RETIRED:]
-        unused = [node for node in self._retired if node not in keep]
-        self._retired = keep
-        await _close(*unused)
+        for node in [one for one in self._retired if one not in keep]:
+            await _close(node)
+            # Not before: what is interrupted here is closed with all others.
+            if node in self._retired:
+                self._retired.remove(node)
 
     @property
     def peer_id(self) -> str:

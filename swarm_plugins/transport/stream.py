@@ -309,12 +309,16 @@ class FrameStream(asyncio.BufferedProtocol):
                 tensor_bytes = None if self._allowances is None else self._allowances.begin(header.body_bytes)
                 self._arriving = _Arriving(header.body_bytes, self._parsed_bytes, self._loop.time())
                 charge = self._ledger.charge(self.remote_peer)
-                # Its memory stays claimed until it is read.
-                body = yield from receive_body(header.body_bytes, charge, self._staging)
-                self._stop_watching()
-                self._frames.append(body if isinstance(body, CapacityError) else Frame(header, body, tensor_bytes))
+                # Its memory stays claimed until it is read, and no name here keeps it while the next one is awaited.
+                self._add_frame(
+                    header, (yield from receive_body(header.body_bytes, charge, self._staging)), tensor_bytes
+                )
             self._receiver.wake()
         yield self._staging
+
+    def _add_frame(self, header: FrameHeader, body: Tensor | CapacityError, tensor_bytes: int | None) -> None:
+        self._stop_watching()
+        self._frames.append(body if isinstance(body, CapacityError) else Frame(header, body, tensor_bytes))
 
     def _feed(self, data: memoryview) -> None:
         """Parses bytes that are not in the wanted memory."""

@@ -138,9 +138,9 @@ class Checker:
             # A server that does not stand by what it has answered is not believed.
             self._book.observe(server.peer, Checked(server[1:], is_right=False))
             raise
-        self._judge(server, finding)
+        await self._judge(server, finding)
 
-    def _judge(self, server: Server, finding: Finding) -> None:
+    async def _judge(self, server: Server, finding: Finding) -> None:
         if not finding.verdicts:
             return
         self.checked[server.peer] = self.checked.get(server.peer, 0) + 1
@@ -152,23 +152,23 @@ class Checker:
         if finding.others:
             others = ", ".join(finding.others)
             raise WrongAnswerError(f"server {server.peer} gave another answer than {others}: {reason}")
-        self.quarantine.add(
-            server.peer, model=self._model, reason=reason, evidence=self._saved(server.peer, finding, reason)
-        )
+        # Hundreds of MB are written and read again, at times: not on the loop.
+        evidence = await asyncio.to_thread(self._saved, server.peer, finding, reason)
+        self.quarantine.add(server.peer, model=self._model, reason=reason, evidence=evidence)
         log.warning("server %s is quarantined for a day: %s", server.peer, reason)
         raise WrongAnswerError(f"server {server.peer} gave a wrong answer and is quarantined: {reason}")
 
     def _saved(self, peer: str, finding: Finding, reason: str) -> str:
         """Saves the evidence of a wrong answer; returns its file, or nothing if there is none."""
-        evidence = finding.evidence(model=self._model, reason=reason)
-        if evidence is None:
-            return ""
         try:
+            evidence = finding.evidence(model=self._model, reason=reason)
+            if evidence is None:
+                return ""
             checked(evidence)
             return str(save_evidence(self._folder, evidence).resolve())
         except SwarmError as exc:
             log.warning("no evidence against %s is saved, it would convince nobody: %s", peer, one_line(exc))
-        except OSError as exc:
+        except (OSError, MemoryError, RuntimeError) as exc:
             log.warning("cannot save the evidence against %s to %s: %s", peer, self._folder, one_line(exc))
         return ""
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _HEADERS_S = 20.0
 """Time for a client to send the head of its request."""
+_STALLED_S = 60.0
+"""Time for a client to read some of what waits for it."""
 _MAX_OWING = 128
 """A quarter of all connections: the others are left for clients whose requests are there."""
+
+
+def network_of(host: str) -> str:
+    """Returns what a client cannot change at will: of IPv6 the network of 64 bits, otherwise the address."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64))) if address.version == 6 else host
 
 
 class Owing:
@@ -29,7 +41,7 @@ class Owing:
             most = max(self._by_address.values(), key=len)
             oldest = next(iter(most))
             self.discard(oldest)
-            oldest.transport.close()
+            oldest.transport.abort()
 
     def discard(self, connection: Connection) -> None:
         """Forgets a connection. Idempotent."""
@@ -52,15 +64,23 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self._owing = owing
         self._ending: asyncio.TimerHandle | None = None
-
-    @property
-    def address(self) -> str:
-        """The client's."""
-        return self.client[0] if self.client else ""
+        self._stalling: asyncio.TimerHandle | None = None
+        self.address = ""
+        """The client's, of IPv6 its network of 64 bits: whoever has one has them all."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.address = network_of(self.client[0]) if self.client else ""
         self._note()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalling = self.loop.call_later(_STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalling is not None:
+            self._stalling.cancel()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -74,6 +94,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._owing.discard(self)
         self._stop_time()
+        if self._stalling is not None:
+            self._stalling.cancel()
 
     def _note(self) -> None:
         cycle = self.cycle
@@ -87,7 +109,7 @@ class Connection(H11Protocol):
         if not is_head_due:
             self._stop_time()
         elif self._ending is None:
-            self._ending = self.loop.call_later(_HEADERS_S, self.transport.close)
+            self._ending = self.loop.call_later(_HEADERS_S, self.transport.abort)
 
     def _stop_time(self) -> None:
         if self._ending is not None:

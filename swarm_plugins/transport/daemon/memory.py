@@ -38,7 +38,11 @@ async def watch_memory(daemon: Daemon, in_use: Callable[[], Collection[str]]) ->
         in_use: Returns the ids of peers that this node does something for, or asks for something.
     """
     was_large = False
-    while daemon.is_alive and (used := resident_bytes(daemon.pid)) is not None:
+    if resident_bytes(daemon.pid) is None:
+        return
+    while daemon.is_alive:
+        # One look may fail, as when this process is out of descriptors.
+        used = resident_bytes(daemon.pid) or 0
         is_large = used > MOST_BYTES
         if is_large:
             try:

@@ -49,7 +49,7 @@ def receive_body(
         # The frames of its traceback lead to one of the transport, with the memory in a local variable: in a cycle with
         # this body it would live, uncounted, until the next collection of garbage.
         refusal = error.with_traceback(None)
-    except GeneratorExit:
+    except BaseException:
         charge.release()
         raise
     charge.release()

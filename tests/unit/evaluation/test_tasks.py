@@ -51,6 +51,7 @@ LOCAL = "task: mine\ndataset_path: json\n"
         ),
         pytest.param(f"{GOOD}class: !function mine.Task", r"would run Python code", id="class"),
         pytest.param(f"{GOOD}doc_to_text: !!python/name:os.system ''", r"is not YAML", id="tag"),
+        pytest.param(f"{GOOD}use_prompt: 'a.yaml:b'", r"another file \(use_prompt\): write doc", id="prompt"),
         pytest.param(f"{GOOD}unsafe_code: true", r"would run Python code \(unsafe_code: True\)", id="unsafe"),
         pytest.param(
             f"{GOOD}metric_list: [{{metric: mine, hf_evaluate: true}}]",
@@ -66,17 +67,24 @@ def test_what_is_no_task_file_is_one_sentence(tmp_path: Path, content: str, sent
         read_task_file(file)
 
 
+def grown(line: str) -> str:
+    """Lines of which each names the one before nine times."""
+    return "\n".join(line.format(n=n, before=", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 12))
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("first", "content"),
     [
-        pytest.param("\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]), id="many"),
-        pytest.param("deep: &a [*a]", id="endless"),
+        pytest.param("x", grown("a{n}: &a{n} [{before}]"), id="lists"),
+        pytest.param("{k: x}", grown("a{n}: &a{n} {{<<: [{before}]}}"), id="merged"),
+        pytest.param("x", grown("a{n}: &a{n} !!pairs [k: [{before}]]"), id="pairs"),
+        pytest.param("x", "deep: &a [*a]", id="endless"),
     ],
 )
-def test_what_stands_for_more_than_it_says_is_refused(tmp_path: Path, content: str) -> None:
+def test_what_stands_for_more_than_it_says_is_refused(tmp_path: Path, first: str, content: str) -> None:
     file = tmp_path / "task.yaml"
-    file.write_text(f"{GOOD}a0: &a0 x\n{content}\ndataset_kwargs: {{data_files: x}}")
-    with pytest.raises(ConfigError, match=r"stands for (inf|3\.\d+e\+10) values, 100000 are allowed"):
+    file.write_text(f"{GOOD}a0: &a0 {first}\n{content}\ndataset_kwargs: {{data_files: x}}")
+    with pytest.raises(ConfigError, match=r"stands for (inf|\d(\.\d+)?e\+1\d) values, 100000 are allowed"):
         read_task_file(file)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import struct
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport import wire
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import ForwardResponse, Message
+from swarm_plugins.transport.receiving import arriving
 from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import END_FRAME, encode
 
@@ -218,6 +222,33 @@ async def test_unread_messages_stop_the_sender_instead_of_filling_memory() -> No
                     await near.write(encode(message(100_000)))
             assert sent < 10
             assert len(far._frames) <= 3
+
+
+@both_loops
+async def test_a_message_that_was_read_is_gone_while_the_next_one_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is counted no more: on each of many streams, one could be kept that way."""
+    bodies: list[weakref.ref[torch.Tensor]] = []
+    plain = arriving._allocated
+
+    def allocated(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        body = plain(make)
+        bodies.append(weakref.ref(body))
+        return body
+
+    monkeypatch.setattr(arriving, "_allocated", allocated)
+    gc.disable()
+    try:
+        async with stream_and_socket() as (stream, far):
+            far.send(frame_bytes(5000))
+            assert (await read_hidden(stream)).numel() == 5000
+            waiting = asyncio.create_task(stream.receive(timeout_s=20.0))
+            await asyncio.sleep(0)
+            assert bodies
+            assert not any(body() is not None for body in bodies)
+            far.send(frame_bytes(5000))
+            assert await waiting is not None
+    finally:
+        gc.enable()
 
 
 @both_loops

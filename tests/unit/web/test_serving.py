@@ -16,7 +16,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import uvicorn
 from fastapi import FastAPI
+from uvicorn.server import ServerState
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.web import connections
@@ -102,6 +104,23 @@ def test_connections_that_owe_a_request_keep_out_no_other(owed: bytes) -> None:
         assert all(ended), "the oldest ones end"
 
 
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_a_client_that_reads_nothing_loses_its_connection(*, reads_again: bool) -> None:
+    """Requests one after the other, whose answers nobody takes, would hold it for ever."""
+    config = uvicorn.Config(FastAPI())
+    config.load()
+    loop = Mock()
+    connection = connections.Connection(
+        config=config, server_state=ServerState(), app_state={}, _loop=loop, owing=connections.Owing()
+    )
+    connection.transport = connection.flow = Mock()
+    connection.pause_writing()
+    loop.call_later.assert_called_once_with(connections._STALLED_S, connection.transport.abort)
+    if reads_again:
+        connection.resume_writing()
+    assert loop.call_later.return_value.cancel.called == reads_again
+
+
 def _is_ended(connection: socket.socket) -> bool:
     with contextlib.suppress(ConnectionResetError):
         while connection.recv(4096):
@@ -116,7 +135,7 @@ def test_of_too_many_the_address_with_most_loses_one(monkeypatch: pytest.MonkeyP
 
     def connection(address: str, name: str) -> Any:
         found = Mock(address=address)
-        found.transport.close = lambda: ended.append(name)
+        found.transport.abort = lambda: ended.append(name)
         return found
 
     first = connection("one", "first")
@@ -151,3 +170,17 @@ def test_a_port_in_use_is_one_sentence() -> None:
 def test_a_host_of_another_machine_is_one_sentence(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^cannot listen on port 0 of .*: give an address of this machine"):
         serve_app(FastAPI(), host, 0, print)
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::ffff:2", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_a_network_of_ipv6_counts_as_one_address(host: str, network: str) -> None:
+    assert connections.network_of(host) == network

@@ -92,7 +92,9 @@ def test_many_operations_copy_a_cache_once(runner: FakeRunner, monkeypatch: pyte
 
 async def test_request_names_so_many_adapters(service: Service) -> None:
     async with playing(service, "rpc_forward") as ask:
-        answer = await ask(ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, adapters=("a",) * 20_000))
+        answer = await ask(
+            ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, adapters=("a",) * 20_000, adapter_rows=(0,))
+        )
         assert isinstance(answer, Failure)
         assert (answer.kind, answer.message) == (
             "bad_request",
@@ -106,6 +108,7 @@ async def test_adapters_of_all_rows_are_few(
 ) -> None:
     """One of a few bytes, named 256 times in a step, took 1.7 s."""
     spec = AdapterSpec(modules=())
+    service.adapters.peer_bytes = 1 << 20
     async with playing(service, "rpc_adapter") as ask:
         upload = AdapterUpload(digest=adapter_digest(spec, ()), spec=spec, tensors=())
         assert isinstance(await ask(upload), AdapterStored)
