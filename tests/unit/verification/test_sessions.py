@@ -100,15 +100,13 @@ def test_an_older_server_that_names_no_history_is_caught_without_evidence(
 def test_a_server_that_stops_naming_the_history_is_left(
     llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = session.signed_step
+    original = session.finished
 
-    async def forgetful(service: Any, state: Any, *rest: Any) -> Any:
-        answer = await original(service, state, *rest)
-        if service.identity.peer_id == swarm.peers[1]:
-            state.history = b""
-        return answer
+    async def forgetful(service: Any, *rest: Any) -> Any:
+        answer, history = await original(service, *rest)
+        return answer, b"" if service.identity.peer_id == swarm.peers[1] else history
 
-    monkeypatch.setattr(session, "signed_step", forgetful)
+    monkeypatch.setattr(session, "finished", forgetful)
     liar = Liar("echo", honest_calls=1 << 30)
     with with_liar(llama, liar) as swarm:
         generated(swarm)
