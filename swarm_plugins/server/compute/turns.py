@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from swarm_plugins.fair_queueing import Clocks
 from swarm_plugins.recent import Recent
 from swarm_plugins.server.state.points import Points
-
-_MAX_CLOCKS = 4096
-"""Clocks remembered; a forgotten one starts at the present."""
 
 
 class Waiting(Protocol):
@@ -31,38 +29,13 @@ class Waiting(Protocol):
 W = TypeVar("W", bound=Waiting)
 
 
-class _Clocks:
-    """How much each of some names has had, and where a new one starts."""
-
-    def __init__(self) -> None:
-        self._at: Recent[str, float] = Recent(_MAX_CLOCKS)
-        self._present = 0.0
-
-    def advance(self, name: str, amount: float) -> None:
-        self._present = self._start(name)
-        self._at[name] = self._present + amount
-
-    def merged(self, lines: Mapping[str, Iterable[W]], weight: Callable[[str], float] = lambda _: 1.0) -> list[W]:
-        """Merges the names' lines of work by the time at which each piece would start; equals as they came."""
-        tagged: list[tuple[float, W]] = []
-        for name, line in lines.items():
-            start = self._start(name)
-            for item in line:
-                tagged.append((start, item))
-                start += item.num_tokens / weight(name)
-        return [item for _, item in sorted(tagged, key=lambda pair: pair[0])]
-
-    def _start(self, name: str) -> float:
-        return max(self._at.get(name, 0.0), self._present)
-
-
 class Turns:
     """Orders waiting work. Belongs to one thread."""
 
     def __init__(self, points: Points) -> None:
         self._points = points
-        self._groups = _Clocks()
-        self._peers: Recent[str, _Clocks] = Recent(_MAX_CLOCKS)
+        self._groups = Clocks()
+        self._peers = Recent[str, Clocks]()
 
     def order(self, waiting: Sequence[W]) -> list[W]:
         """Returns all work in the order in which it should run; a peer's own keeps its order."""
@@ -71,8 +44,8 @@ class Turns:
         groups: dict[str, dict[str, list[W]]] = {}
         for item in waiting:
             groups.setdefault(self._points.group(item.peer), {}).setdefault(item.peer, []).append(item)
-        lines = {group: self._clocks(group).merged(peers) for group, peers in groups.items()}
-        return self._groups.merged(lines, self._points.weight)
+        lines = {group: _merged(self._clocks(group), peers) for group, peers in groups.items()}
+        return _merged(self._groups, lines, self._points.weight)
 
     def had(self, peer: str, num_tokens: int) -> None:
         """Notes that tokens of a peer run."""
@@ -80,6 +53,19 @@ class Turns:
         self._groups.advance(group, num_tokens / self._points.weight(group))
         self._clocks(group).advance(peer, num_tokens)
 
-    def _clocks(self, group: str) -> _Clocks:
-        found = self._peers[group] = self._peers.get(group) or _Clocks()
+    def _clocks(self, group: str) -> Clocks:
+        found = self._peers[group] = self._peers.get(group) or Clocks()
         return found
+
+
+def _merged(
+    clocks: Clocks, lines: Mapping[str, Iterable[W]], weight: Callable[[str], float] = lambda _: 1.0
+) -> list[W]:
+    """Merges the names' lines of work by the time at which each piece would start; equals keep their order."""
+    tagged: list[tuple[float, W]] = []
+    for name, line in lines.items():
+        start = clocks.start(name)
+        for item in line:
+            tagged.append((start, item))
+            start += item.num_tokens / weight(name)
+    return [item for _, item in sorted(tagged, key=lambda pair: pair[0])]

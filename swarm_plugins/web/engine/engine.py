@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.fair_lock import FairLock
+from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.web.engine.caches import CacheStore
 from swarm_plugins.web.engine.models import Models
 from swarm_plugins.web.engine.request import Done, Event, Generation

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from web_kit import client_of, served
 
-from swarm_plugins.fair_lock import FairLock
+from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.web import ApiSettings, access, create_app

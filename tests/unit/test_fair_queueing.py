@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from swarm_plugins.fair_lock import FairLock
+from swarm_plugins.fair_queueing import FairLock
 
 
 class Clock:
