@@ -1,34 +1,26 @@
-"""Connections whose clients owe a request, or the rest of one: their time and their number have bounds."""
+"""Connections that wait for a request, or for the rest of one: bounds on how long, and on how many there are."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from swarm_plugins.transport.admission.addresses import host_of
 
 _HEADERS_S = 20.0
 """Time for a client to send the head of its request."""
 _STALLED_S = 60.0
 """Time for a client to read some of what waits for it."""
 _MAX_OWING = 128
-"""A quarter of all connections: the others are left for clients whose requests are there."""
-
-
-def network_of(host: str) -> str:
-    """Returns what a client cannot change at will: of IPv6 the network of 64 bits, otherwise the address."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64))) if address.version == 6 else host
+"""A quarter of all connections: the others are for clients whose requests have arrived."""
 
 
 class Owing:
-    """Connections on which something is awaited. Of too many, the oldest one ends of the address with most of them.
+    """Connections on which something is awaited. If there are too many, the address with most of them loses its oldest.
 
-    So whoever opens connections and says nothing loses its own, and keeps out no client that speaks at once.
+    So whoever opens connections and says nothing loses its own, and keeps out no client that sends its request at once.
     """
 
     def __init__(self) -> None:
@@ -70,7 +62,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = network_of(self.client[0]) if self.client else ""
+        self.address = host_of(self.client[0]) if self.client else ""
         self._note()
 
     def pause_writing(self) -> None:

@@ -10,7 +10,6 @@ Work is counted in tokens times blocks, and counts half after a week.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import itertools
 import logging
 import math
@@ -23,6 +22,7 @@ import msgspec
 
 from swarm_plugins.errors import one_line
 from swarm_plugins.kept_files import put_aside, write_whole
+from swarm_plugins.transport.admission.addresses import host_of
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Points:
 
     def met(self, peer: str, address: str) -> None:
         """Notes the address that a peer calls from."""
-        host = host_of(address)
+        host = host_in(address)
         self._hosts.pop(peer, None)
         if host:
             self._hosts[peer] = host
@@ -189,19 +189,10 @@ class Points:
         del accounts[min(accounts, key=lambda peer: (accounts[peer].earned, accounts[peer].at))]
 
 
-def host_of(address: str) -> str:
-    """Returns the host in a multiaddress, of IPv6 the network of 64 bits; empty if it has none."""
-    parts = address.strip("/").split("/")
-    for kind, value in itertools.pairwise(parts):
-        if kind in ("ip4", "ip6"):
-            try:
-                found = ipaddress.ip_address(value)
-            except ValueError:
-                return ""
-            if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
-                return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
-            return str(found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else found)
-    return ""
+def host_in(address: str) -> str:
+    """Returns the host in a multiaddress; see `host_of`. Empty if it has none."""
+    pairs = itertools.pairwise(address.strip("/").split("/"))
+    return next((host_of(value) for kind, value in pairs if kind in ("ip4", "ip6")), "")
 
 
 def _is_sound(account: _Account) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
@@ -35,6 +36,20 @@ def crowd(origins: Mapping[_K, Origin], origin: Origin) -> list[_K]:
         if len(found) >= most:
             return found
     return []
+
+
+def host_of(ip: str) -> str:
+    """Returns the part of an IP address that a stranger cannot change at will, as text.
+
+    That is an IPv4 address, also one mapped to IPv6, or a network of 64 bits of IPv6; empty if it is no IP address.
+    """
+    try:
+        found = ipaddress.ip_address(ip.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(found.ipv4_mapped or ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+    return str(found)
 
 
 def origin_of(address: bytes) -> Origin:

@@ -170,17 +170,3 @@ def test_a_port_in_use_is_one_sentence() -> None:
 def test_a_host_of_another_machine_is_one_sentence(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^cannot listen on port 0 of .*: give an address of this machine"):
         serve_app(FastAPI(), host, 0, print)
-
-
-@pytest.mark.parametrize(
-    ("host", "network"),
-    [
-        ("192.0.2.7", "192.0.2.7"),
-        ("2001:db8::1", "2001:db8::/64"),
-        ("2001:db8::ffff:2", "2001:db8::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("", ""),
-    ],
-)
-def test_a_network_of_ipv6_counts_as_one_address(host: str, network: str) -> None:
-    assert connections.network_of(host) == network

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import swarm_plugins.server.state.points as points_module
-from swarm_plugins.server.state.points import Points, host_of
+from swarm_plugins.server.state.points import Points, host_in
 
 
 def test_points_survive_a_restart(tmp_path: Path) -> None:
@@ -126,10 +126,11 @@ def test_peers_that_call_stay_in_the_group_of_their_address(monkeypatch: pytest.
         ("/ip4/203.0.113.7/udp/4001/quic", "203.0.113.7"),
         ("/ip6/2001:db8:1:2:3:4:5:6/tcp/4001", "2001:db8:1:2::/64"),
         ("/ip6/::ffff:203.0.113.7/tcp/4001", "203.0.113.7"),
+        ("/ip6/fe80::1%eth0/tcp/4001", "fe80::/64"),
         ("/p2p/QmRelay/p2p-circuit", ""),
         ("/ip4/nonsense/tcp/1", ""),
         ("", ""),
     ],
 )
 def test_hosts_of_addresses(address: str, host: str) -> None:
-    assert host_of(address) == host
+    assert host_in(address) == host
