@@ -21,6 +21,7 @@ from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receiving.allowances import Allowances, unpacking_claim
 from swarm_plugins.transport.receiving.arriving import fill, receive_body
+from swarm_plugins.transport.receiving.pace import Pace
 from swarm_plugins.transport.receiving.turnstile import Turnstile
 from swarm_plugins.transport.receiving.waiter import Waiter
 from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decoded, encoded, parse_header
@@ -41,15 +42,6 @@ class Frame(NamedTuple):
     """Flat ``uint8``, owned by the receiver of the frame."""
     tensor_bytes: int | None = None
     """Most bytes of its tensors, if that is known."""
-
-
-class _Arriving(NamedTuple):
-    """A body that is arriving."""
-
-    num_bytes: int
-    behind: int
-    """Bytes parsed before it."""
-    since: float
 
 
 class FrameStream(asyncio.BufferedProtocol):
@@ -88,9 +80,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._unparsed = memoryview(b"")
         """Bytes behind as many frames as may wait."""
-        self._parsed_bytes = 0
-        self._arriving: _Arriving | None = None
-        self._watcher: asyncio.TimerHandle | None = None
+        self._pace = Pace(self._loop, is_paused=lambda: self._is_reading_paused, give_up=self._blame)
         self._frames: deque[Frame | CapacityError] = deque()
         self._receiver = Waiter()
         self._sender = Waiter()
@@ -307,7 +297,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 raise ProtocolError("a message without metadata")
             else:
                 tensor_bytes = None if self._allowances is None else self._allowances.begin(header.body_bytes)
-                self._arriving = _Arriving(header.body_bytes, self._parsed_bytes, self._loop.time())
+                self._pace.begin(header.body_bytes)
                 charge = self._ledger.charge(self.remote_peer)
                 # Its memory stays claimed until it is read, and no name here keeps it while the next one is awaited.
                 self._add_frame(
@@ -317,7 +307,7 @@ class FrameStream(asyncio.BufferedProtocol):
         yield self._staging
 
     def _add_frame(self, header: FrameHeader, body: Tensor | CapacityError, tensor_bytes: int | None) -> None:
-        self._stop_watching()
+        self._pace.end()
         self._frames.append(body if isinstance(body, CapacityError) else Frame(header, body, tensor_bytes))
 
     def _feed(self, data: memoryview) -> None:
@@ -335,36 +325,18 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def _advance(self, num_bytes: int) -> None:
         """Parses bytes that are in the wanted memory."""
-        self._parsed_bytes += num_bytes
+        self._pace.advance(num_bytes)
         self._wanted = self._parser.send(num_bytes)
 
     def _settle(self) -> None:
         """Watches a body that is not complete, and pauses reading behind as many frames as may wait."""
-        if self._arriving is not None and self._watcher is None:
-            self._watcher = self._loop.call_later(limits.FIRST_MESSAGE_TIMEOUT_S, self._look, self._arriving)
+        self._pace.watch()
         if len(self._frames) >= _MAX_WAITING_FRAMES and not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
             self._transport.pause_reading()
 
-    def _look(self, arriving: _Arriving) -> None:
-        """Breaks the stream if the bytes of a body come too slowly while reading is not paused."""
-        received = self._parsed_bytes - arriving.behind
-        allowed_s = limits.FIRST_MESSAGE_TIMEOUT_S + received / limits.MIN_RECEIVE_BYTES_PER_S
-        took_s = self._loop.time() - arriving.since
-        left_s = min(allowed_s, limits.MAX_MESSAGE_S) - took_s
-        if self._is_reading_paused:
-            left_s = limits.FIRST_MESSAGE_TIMEOUT_S  # it waits for this end
-        if left_s > 0:
-            self._watcher = self._loop.call_later(left_s, self._look, arriving)
-            return
-        said = f"has sent {received} of {arriving.num_bytes} bytes of a message in {took_s:.0f} s: too slow"
+    def _blame(self, said: str) -> None:
         self.abort(RequestTimeoutError(f"peer {self.remote_peer} {said}"))
-
-    def _stop_watching(self) -> None:
-        self._arriving = None
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
 
     def _go_on(self) -> None:
         """Parses what has arrived, and reads on, as far as there is room for frames."""
@@ -406,7 +378,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return self._transport
 
     def _drop_body(self) -> None:
-        if self._arriving is not None:
-            self._stop_watching()
+        if self._pace.num_bytes:
+            self._pace.end()
             self._parser.close()
             self._wanted = self._staging
