@@ -22,7 +22,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon.sockets import SocketFolder
-from swarm_plugins.transport.identity import Identity, IdentityFile, write_identity
+from swarm_plugins.transport.identity import IdentityFile, write_identity
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ async def start_daemon(config: NodeConfig, identity: IdentityFile) -> Daemon:
         try:
             if identity.existed and config.initial_peers and not config.is_client and config.discovery == "dht":
                 await _check_identity_free(config, identity)
-            return Daemon(await _create(_arguments(config), identity.identity))
+            return Daemon(await _create(_arguments(config), identity))
         except P2PDaemonError as exc:
             if "failed to start in" in str(exc) and attempt < _ATTEMPTS:
                 log.warning("the libp2p daemon has not started within %g s; trying again", _START_TIMEOUT_S)
@@ -180,10 +180,10 @@ async def _answers(asking: P2P, peer_id: PeerID) -> bool:
     return False
 
 
-async def _create(arguments: dict[str, Any], identity: Identity | None = None) -> P2P:
+async def _create(arguments: dict[str, Any], identity: IdentityFile | None = None) -> P2P:
     created: list[P2P] = []
     folder = SocketFolder.take()
-    key = folder.path / "key"
+    copy = folder.path / "key"
 
     class TrackedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
         _UNIX_SOCKET_PREFIX = f"/unix{folder.path}/"
@@ -200,8 +200,11 @@ async def _create(arguments: dict[str, Any], identity: Identity | None = None) -
 
     try:
         if identity is not None:
-            write_identity(key, identity)
-            arguments = {**arguments, "identity_path": str(key)}
+            path = identity.path
+            if path is None or not path.exists():
+                path = copy
+                write_identity(copy, identity.identity)
+            arguments = {**arguments, "identity_path": str(path)}
         return await TrackedP2P.create(**arguments)
     except BaseException:
         # hivemind does not stop a daemon that failed to start.
@@ -211,7 +214,7 @@ async def _create(arguments: dict[str, Any], identity: Identity | None = None) -
         folder.remove()
         raise
     finally:
-        key.unlink(missing_ok=True)  # the daemon has read it: a killed process then leaves none on disk
+        copy.unlink(missing_ok=True)  # the daemon has read it: a killed process then leaves none on disk
 
 
 async def _stop(p2p: P2P) -> None:
