@@ -6,7 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import nn
+
+from swarm_plugins.offload.held import HeldExperts
+from swarm_plugins.transport.channel import Network
+from swarm_plugins.versions import ModelVersion
 
 
 class ExpertsElsewhere(Protocol):
@@ -28,6 +33,19 @@ class ExpertsElsewhere(Protocol):
         """Ends what waits for holders. Idempotent."""
 
 
-FetchExperts = Callable[..., ExpertsElsewhere]
-"""Prepares a server's experts elsewhere, on its event loop: `swarm_plugins.remote_experts.owner.RemoteShare`, whose
-parameters a server gives by name."""
+class FetchExperts(Protocol):
+    """Prepares a server's experts elsewhere, on its event loop: `swarm_plugins.remote_experts.owner.RemoteShare`."""
+
+    def __call__(
+        self,
+        network: Network,
+        *,
+        version: ModelVersion,
+        num_blocks: int,
+        blocks: range,
+        addresses: tuple[str, ...],
+        model: str,
+        device: torch.device,
+        own: HeldExperts | None,
+        on_answer: Callable[[str, int], None],
+    ) -> ExpertsElsewhere: ...
