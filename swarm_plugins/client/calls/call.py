@@ -105,6 +105,18 @@ class Call(ABC, Generic[Request, Response]):
         """Sends a request and returns the answer."""
         return await peers.request(peer, self.rpc, request, self.kind, units=self.tokens, blocks=len(self.blocks))
 
+    async def collect(self, peers: Peers, channel: Channel, request: Request, *, started: float) -> Response:
+        """Waits for the answer to a request that was sent on a stream; ``started``: when, on a steady clock."""
+        return await peers.collect(
+            channel,
+            request,
+            self.kind,
+            work=self.rpc,
+            units=self.tokens,
+            blocks=len(self.blocks),
+            started=started,
+        )
+
     async def confirmed(self, peers: Peers) -> None:
         """Waits for what comes before the answer."""
 

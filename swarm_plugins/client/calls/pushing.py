@@ -205,15 +205,7 @@ class Told(Generic[Request, Response]):
         async with self._feeding(tensor):
             await call.confirmed(peers)
             with self._excusing():
-                response = await peers.collect(
-                    channel,
-                    request,
-                    call.kind,
-                    work=call.rpc,
-                    units=call.tokens,
-                    blocks=len(call.blocks),
-                    started=started,
-                )
+                response = await call.collect(peers, channel, request, started=started)
         if self.sender and getattr(response, "input_hash", b"") != tensor_hash(tensor):
             # One of the two servers lies, or a way between them is broken: the answer is right for what it got.
             self._rest("it has got something else")

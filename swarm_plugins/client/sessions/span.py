@@ -300,15 +300,7 @@ class StepCall(Call[SessionStep, SessionStepResponse]):
             started = time.perf_counter()
             await peers.post(channel, request)
             await self.session.confirm()
-            return await peers.collect(
-                channel,
-                request,
-                self.kind,
-                work=self.rpc,
-                units=self.tokens,
-                blocks=len(self.blocks),
-                started=started,
-            )
+            return await self.collect(peers, channel, request, started=started)
 
     async def confirmed(self, peers: Peers) -> None:
         """Waits until the session is open."""
