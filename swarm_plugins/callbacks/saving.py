@@ -106,16 +106,18 @@ def write_version(
     Raises:
         OSError: If it cannot be written; nothing is left behind.
     """
+    digest = ""
 
     def write(folder: Path) -> None:
+        nonlocal digest
         _save_peft(source, folder, facts.base_model)
         manifest.write(folder)
         (folder / CARD_FILE).write_text(card_text(facts, manifest), encoding="utf-8")
         target.write(folder)
+        with (folder / WEIGHTS_FILE).open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
 
-    place = write_folder(root / name, write)
-    with (place / WEIGHTS_FILE).open("rb") as stream:
-        return place, hashlib.file_digest(stream, "sha256").hexdigest()
+    return write_folder(root / name, write), digest
 
 
 def _save_peft(source: AdapterSource, folder: Path, base_model: str | None) -> None:
