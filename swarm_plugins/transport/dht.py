@@ -134,6 +134,7 @@ class SwarmDHT:
             # A wrong clock, or a firewall in front of a server, should warn, not fail.
             strict=False,
         )
+        self._leaving.push_async_callback(self._shut_down)
         dht.protocol.wait_timeout = _ANSWER_S
         dht.protocol.storage = BoundedStorage()
         dht.protocol.serializer = TypedSerializer
@@ -142,7 +143,6 @@ class SwarmDHT:
         self._neighbors = Neighbors(connection, self._daemon.socket_path, dht, addresses)
         if self._known:
             await self._neighbors.call_lost()
-        self._leaving.push_async_callback(self._shut_down)
 
     async def close(self) -> None:
         await self._leaving.aclose()
@@ -164,7 +164,7 @@ class SwarmDHT:
         return self._neighbors.addresses
 
     async def check_clock(self) -> None:
-        """Raises ConfigError if this machine's clock is far from those of the initial peers (their median)."""
+        """Raises ConfigError if this machine's clock differs too much from the median of the initial peers' clocks."""
         protocol = self._dht.protocol
 
         async def ask(peer: PeerID) -> float | None:

@@ -45,6 +45,9 @@ class LastingNode:
         """
         if not self._node.is_alive:
             await self.renew()
+        if not self._node.is_alive:
+            # It shared an attempt that began while the node was alive, whose failure is not raised.
+            await self.renew()
         return self._node
 
     async def renew(self, *, same_ports: bool = True) -> None:
