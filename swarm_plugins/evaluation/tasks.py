@@ -23,7 +23,7 @@ _MAX_INCLUDES = 8
 _MAX_NAME_CHARS = 200
 _MAX_DATA_FILES = 10_000
 _MAX_NODES = 100_000
-"""Lists, mappings and values of a file with its aliases expanded: ten lines of YAML can stand for 10^9 of them."""
+"""Lists, mappings and values of a file with its aliases expanded: ten lines of YAML can expand to 10^9 of them."""
 _FORMATS = frozenset({
     "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg",
     "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb",
@@ -157,7 +157,7 @@ class _Reader:
             node = loader.get_single_node()
             # Before anything is made of it: merged keys are copied.
             if (size := _size(node)) > _MAX_NODES:
-                raise ConfigError(f"{file} stands for {size:g} values, {_MAX_NODES} are allowed: use fewer aliases")
+                raise ConfigError(f"{file} expands to {size:g} values, the limit is {_MAX_NODES}: use fewer aliases")
             return None if node is None else loader.construct_document(node)
         finally:
             loader.dispose()
@@ -208,14 +208,14 @@ def _without_links(file: Path, include: str) -> Path:
 
 
 def _size(root: yaml.Node | None) -> float:
-    """Returns of how many nodes a YAML text consists; aliases put one in many places, or in itself."""
+    """Returns how many nodes a YAML text has once its aliases are expanded."""
     sizes: dict[int, float] = {}
 
     def of(node: Any) -> float:
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in sizes:
-            sizes[id(node)] = math.inf  # until it is known: of one that contains itself, there is no end
+            sizes[id(node)] = math.inf  # stays so for a node that contains itself
             pairs = node.value if isinstance(node, yaml.MappingNode) else [(one,) for one in node.value]
             sizes[id(node)] = 1 + sum(of(one) for pair in pairs for one in pair)
         return sizes[id(node)]

@@ -87,8 +87,8 @@ class Signer(NamedTuple):
     def sign(self, request: Asked, answer: Signable, history: bytes = b"") -> tuple[Signable, bytes]:
         """Returns the answer with a receipt, and the history of the session after it.
 
-        ``history`` is that before a session's step; empty if it is not known, or if there is no session: then the
-        receipt names none, and none is returned.
+        ``history`` is the session's history before the step. If it is empty (unknown, or no session), the receipt names
+        none, and none is returned.
         """
         asked = request_hash(request)
         receipt = Receipt(
@@ -113,7 +113,7 @@ def check_receipt(peer: str, request: Asked, answer: Signable, history: bytes = 
         peer: Who has to have signed it.
         request: The request as it arrived there.
         answer: The answer as it arrived here.
-        history: That before a session's step; empty if it is not known, or if there is no session.
+        history: The session's history before the step; empty if it is unknown or there is no session.
 
     Raises:
         ProtocolError: If there is none, or it is not this peer's receipt for this answer to this request; or if it

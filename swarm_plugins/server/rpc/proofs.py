@@ -20,7 +20,7 @@ _INLINE_BYTES = 256 << 10
 async def signed(service: Service, request: Asked, answer: Signable, history: bytes = b"") -> tuple[Signable, bytes]:
     """Returns an answer, with a receipt if the request asks for one, and the session's history after it.
 
-    ``history`` is that before a session's step. Without a receipt none is known after it.
+    ``history`` is the session's history before the step. Without a receipt there is none after it.
     """
     if not request.nonce or service.identity is None:
         return answer, b""

@@ -84,7 +84,7 @@ def grown(line: str) -> str:
 def test_what_stands_for_more_than_it_says_is_refused(tmp_path: Path, first: str, content: str) -> None:
     file = tmp_path / "task.yaml"
     file.write_text(f"{GOOD}a0: &a0 {first}\n{content}\ndataset_kwargs: {{data_files: x}}")
-    with pytest.raises(ConfigError, match=r"stands for (inf|\d(\.\d+)?e\+1\d) values, 100000 are allowed"):
+    with pytest.raises(ConfigError, match=r"expands to (inf|\d(\.\d+)?e\+1\d) values, the limit is 100000"):
         read_task_file(file)
 
 
