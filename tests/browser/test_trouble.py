@@ -148,3 +148,11 @@ def test_a_server_that_is_not_there_yet_is_waited_for(page: Page, api: FakeApi) 
     assert not page.one("#send").is_enabled()
     api.models = ["here-now"]
     page.wait_text("#welcome-title", "Talk with here-now")
+
+
+def test_a_new_test_finds_nothing_of_the_one_before(page: Page, api: FakeApi) -> None:
+    page.open().say("Hello")
+    page.wait_answer("Hello there.")
+    page.reset()
+    page.open().wait_text("#welcome-title", "Talk with SmolLM2")
+    assert page.answers == []
