@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -273,6 +273,15 @@ def chain_outputs(parts: Sequence[SpanOutputs], *, collect_hidden: bool) -> Span
         router_logits=tuple(logits for part in parts for logits in part.router_logits),
         router_blocks=tuple(block for part in parts for block in part.router_blocks),
     )
+
+
+RETURN_FORMS = (0, 1, 2, 3)
+"""Numbers of values that layers may return in a tuple, 0 for a tensor alone."""
+
+
+def as_returned(hidden: Tensor, num_returned: int) -> Any:
+    """Returns hidden states as layers do: alone if ``num_returned`` is 0, or first in a tuple of so many values."""
+    return (hidden, *[None] * (num_returned - 1)) if num_returned else hidden
 
 
 class CacheOp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""The attention of models with remote blocks: it hands blocks the plain padding mask, and computes nothing.
+"""The attention of models with remote blocks: it computes nothing, and makes no masks; servers do.
 
 A model without remote blocks must not get it: trl, for one, loads a reference model "like" the one it trains.
 """
@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -16,25 +17,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from swarm_plugins.errors import UnsupportedError
 
 ATTENTION_NAME = "swarm"
-"""Servers build the mask their family needs."""
+"""Of the implementation, in transformers' registries."""
 PADDING = "swarm_padding"
-"""Attribute of a mask made for local blocks: the plain padding mask, for the remote ones."""
+"""Attribute of a mask: the padding mask that it was made of. ``generate()`` makes masks before it calls the decoder."""
 
 
 def register_attention(local: str | None = None) -> str:
     """Registers an attention implementation with transformers for a model with remote blocks; returns its name.
 
-    Both registries need it: without a mask function, transformers silently drops the padding mask. The attention
-    function itself never runs on a decoder layer.
+    The attention function itself never runs on a decoder layer.
 
     Args:
-        local: The implementation that the model's local blocks run; their masks are made, and carry the plain padding
-            mask along. None: all blocks are remote.
+        local: The implementation that the model's local blocks run, whose masks are made. None: all blocks are remote.
     """
     _refuse_whole_models()
     name = ATTENTION_NAME if local is None else f"{ATTENTION_NAME}_local_{local}"
     AttentionInterface.register(name, _attend)
-    AttentionMaskInterface.register(name, _padding_mask if local is None else functools.partial(_both_masks, local))
+    AttentionMaskInterface.register(name, _no_mask if local is None else functools.partial(_local_mask, local))
     return name
 
 
@@ -81,13 +80,17 @@ def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return sdpa_attention_forward(module, *args, **kwargs)
 
 
-def _padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-    """Returns the two-dimensional mask ``[B, cached + new]`` unchanged."""
-    return attention_mask
+def _no_mask(
+    *, batch_size: int, kv_length: int, attention_mask: Tensor | None = None, device: Any = None, **_: Any
+) -> Tensor:
+    """Returns a mask that hides nothing, one row for all queries; some families slice it or cast it."""
+    mask = torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool, device=device)
+    setattr(mask, PADDING, attention_mask)
+    return mask
 
 
-def _both_masks(local: str, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Returns the mask of local blocks, with the two-dimensional mask of remote ones as an attribute."""
+def _local_mask(local: str, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Returns the mask of local blocks."""
     make: Callable[..., Any] = AttentionMaskInterface()[local]
     if int(kwargs["q_offset"]) + int(kwargs["q_length"]) != int(kwargs["kv_offset"]) + int(kwargs["kv_length"]):
         # A static cache with empty places; transformers knows it by `is_compileable`, which remote layers are not.

@@ -22,6 +22,7 @@ from swarm_plugins.backbone.loading import check_local_blocks, load_remote
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.loading import class_for_task
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
@@ -90,11 +91,11 @@ class _AutoSwarm:
         _check_not_store(checkpoint)
         _check_changes(config_changes, checkpoint.config)
         base_class = class_for_task(checkpoint.config, cls._what, cls._mapping)
-        text_config = checkpoint.config.get_text_config(decoder=True)
-        check_local_blocks(config.local_blocks, text_config.num_hidden_layers, checkpoint.name)
+        num_blocks = num_blocks_of(checkpoint.config)
+        check_local_blocks(config.local_blocks, num_blocks, checkpoint.name)
         stack = RemoteStack(
             version=checkpoint.version,
-            num_blocks=text_config.num_hidden_layers,
+            num_blocks=num_blocks,
             local_blocks=config.local_blocks,
             settings=settings,
             connection=connection,

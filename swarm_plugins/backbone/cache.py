@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.client.sessions.history import History
@@ -204,11 +204,32 @@ class RemoteCacheLayer(CacheLayerMixin):
         """Does nothing: no keys or values are local."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheLayer:
-        twin = RemoteCacheLayer(
+        twin = type(self)(
             copy.deepcopy(self.state, memo), is_first=self.is_first, mask_of=copy.deepcopy(self.mask_of, memo)
         )
         memo[id(self)] = twin
         return twin
+
+
+class RemoteStateLayer(RemoteCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """A remote block's layer in place of one with states of fixed size, which models ask about by its class."""
+
+    is_compileable = False
+    is_croppable = True
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+        """Whether there are tokens before the new ones."""
+        return {0: self.state.length > 0}
+
+    def activate_past_recording(self) -> None:
+        """Does nothing: servers go back by replaying."""
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Raises UnsupportedError: states never come here."""
+        return self.update(*args, **kwargs)[0]
+
+    update_recurrent_state = update_conv_state
 
 
 def remote_state(cache: Cache) -> RemoteCacheState | None:
@@ -246,7 +267,11 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
     before, after = layers[: blocks.start], layers[blocks.stop :]
     static = (layer for layer in (*before, *after) if isinstance(layer, StaticLayer) and not layer.is_sliding)
     mask_of = next(static, None)
-    between = [RemoteCacheLayer(state, is_first=index == blocks.start, mask_of=mask_of) for index in blocks]
+    between: list[Any] = []
+    for index in blocks:
+        has_states = index < len(layers) and isinstance(layers[index], LinearAttentionCacheLayerMixin)
+        kind = RemoteStateLayer if has_states else RemoteCacheLayer
+        between.append(kind(state, is_first=index == blocks.start, mask_of=mask_of))
     cache.layers = [*before, *between, *after]
     return state
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
-from swarm_plugins.backbone.arguments import by_name
 from swarm_plugins.backbone.standin import stand_in_class, turn_into_stand_ins
+from swarm_plugins.block_io import as_returned
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
@@ -28,14 +29,12 @@ class RemoteDecoderLayer(nn.Module):
     def gradient_checkpointing(self, value: bool) -> None:
         """Ignores what transformers sets on each layer."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns the block's output, `[batch, length, width]`."""
-        if args:
-            # A few families pass the mask by position.
-            original: type[nn.Module] = self._stand_in_of[1]  # type: ignore[index,assignment]
-            kwargs = by_name(original, args, kwargs)
-        output = self.swarm_stack.run_block(self.swarm_index, hidden_states, kwargs)
-        return (output,) if self.swarm_stack.in_tuple else output
+        # Not by name: some families call it `layer_past`, and without it every token would be the first.
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        output = self.swarm_stack.run_block(self.swarm_index, hidden_states, cache, kwargs)
+        return as_returned(output, self.swarm_stack.num_returned)
 
 
 def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:

@@ -26,7 +26,9 @@ from swarm_plugins.checkpoint import (
     layer_list_name,
     model_from_tensors,
 )
-from swarm_plugins.checkpoint.loading import take_generation_config
+from swarm_plugins.checkpoint.conversions import Conversions
+from swarm_plugins.checkpoint.loading import config_for, take_generation_config
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,16 +53,19 @@ def load_remote(
     Raises:
         CheckpointError: If a tensor cannot be read or has a wrong shape.
     """
-    config = checkpoint.config
+    config = config_for(base_class, checkpoint.config)
     for setting, value in config_changes.items():
         setattr(config, setting, value)
     with torch.device("meta"):
-        path = layer_list_name(base_class(config))
+        outline = base_class(config)
+    path, conversions = layer_list_name(outline), Conversions(outline)
+    # Not the tower of a checkpoint whose language model alone is asked for.
+    own = [name for name in client_tensors(checkpoint, path) if conversions.is_known(conversions.target(name)[0])]
     local = _local_tensors(checkpoint, path, stack.blocks)
     model = model_from_tensors(
         base_class,
         config,
-        checkpoint.read([*client_tensors(checkpoint, path), *local], what=_SHARE + (_LOCAL if local else "")),
+        checkpoint.read([*own, *local], what=_SHARE + (_LOCAL if local else "")),
         "auto" if dtype is None else dtype,
         name,
         trim=lambda model: make_remote(find_layers(model), stack, device),
@@ -68,11 +73,21 @@ def load_remote(
     )
     model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper lacks the signature
     attention = _keep_attention(model, find_layers(model), stack.blocks) if local else None
-    model.set_attn_implementation(register_attention(attention))
+    decoder = decoder_of(model, path)
+    # Not by the model's method, which refuses families without an interface for attention: theirs is never called.
+    decoder.config._attn_implementation = register_attention(attention)
+    stack.watch(decoder)
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     probe_layer_loop(model.base_model, stack, device)
     take_generation_config(model, checkpoint)
     return model
+
+
+def decoder_of(model: nn.Module, layer_path: str) -> PreTrainedModel:
+    """Returns the innermost model that the layer list at a path belongs to."""
+    parts = layer_path.split(".")[:-1]
+    owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1))
+    return next(owner for owner in owners if isinstance(owner, PreTrainedModel))
 
 
 def check_local_blocks(local: tuple[int, int], num_blocks: int, name: str) -> None:
@@ -90,7 +105,7 @@ def _local_tensors(checkpoint: Checkpoint, layer_path: str, remote: range) -> li
     Raises:
         CheckpointError: If a block has no tensor.
     """
-    num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+    num_blocks = num_blocks_of(checkpoint.config)
     parts = (range(remote.start), range(remote.stop, num_blocks))
     return [name for part in parts if part for name in block_tensors(checkpoint, layer_path, part)]
 

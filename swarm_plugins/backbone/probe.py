@@ -1,18 +1,17 @@
 """Probes a model's layer loop while it is loaded.
 
-A few families build their own masks, pass more than hidden states from layer to layer, or compute something between
-layers. The probe finds out before any data is read, instead of a wrong token later.
+A few families pass more than hidden states from layer to layer, or compute something between layers. The probe finds
+out before any data is read, instead of a wrong token later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.backbone.arguments import read_arguments
+from swarm_plugins.block_io import RETURN_FORMS
 from swarm_plugins.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -26,10 +25,9 @@ class _Watch:
         self.calls: list[int] = []
         self.last: Tensor | None = None
 
-    def run_block(self, index: int, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    def run_block(self, index: int, hidden: Tensor, *_: Any) -> Tensor:
         if self.last is not None and hidden is not self.last:
             raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
-        read_arguments(hidden, kwargs)
         self.calls.append(index)
         # A new tensor, like a server's answer.
         self.last = hidden.clone()
@@ -43,13 +41,14 @@ def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device |
         UnsupportedError: If the model's forward does something servers do not know about.
     """
     reasons = []
-    for in_tuple in (False, True):
+    for stack.num_returned in RETURN_FORMS:
         watch = _Watch()
-        stack.in_tuple = in_tuple
-        stack.run_block = watch.run_block  # type: ignore[method-assign]
+        stack.run_block = watch.run_block  # type: ignore[assignment,method-assign]
         try:
             with torch.no_grad():
-                base(input_ids=torch.zeros(1, 3, dtype=torch.long, device=device), use_cache=False)
+                output = base(input_ids=torch.zeros(1, 3, dtype=torch.long, device=device), use_cache=False)
+                if output[0].shape[:2] != (1, 3):
+                    raise UnsupportedError(f"its output has shape {list(output[0].shape)}")
         except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as exc:
             reasons.append(str(exc))
             continue
@@ -59,6 +58,6 @@ def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device |
             return
         reasons.append(f"blocks are called in the order {watch.calls}")
     raise UnsupportedError(
-        f"{type(base).__name__} cannot have remote blocks: it does not call its layers one after another with a mask "
-        f"made by transformers' attention interface ({reasons[0]}); use a model of another family"
+        f"{type(base).__name__} cannot have remote blocks: it does not call its layers one after another "
+        f"({reasons[0]}); use a model of another family"
     )

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from swarm_plugins.backbone.adapter_reader import AdapterReader
-from swarm_plugins.backbone.arguments import read_arguments
+from swarm_plugins.backbone.arguments import by_name, read_arguments
 from swarm_plugins.backbone.cache import run_cached
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
@@ -67,8 +69,10 @@ class RemoteStack:
         self.connection = connection
         self.layers: Sequence[nn.Module] = ()
         """The remote decoder layers."""
-        self.in_tuple = False
-        """Whether the model expects its layers to return a tuple."""
+        self.config: PreTrainedConfig | None = None
+        """Of their decoder."""
+        self.num_returned = 0
+        """How many values the model expects its layers to return in a tuple; 0: a tensor alone."""
         self._remote: RemoteBlocks | None = None
         self._reader: AdapterReader | None = None
         self._local = threading.local()
@@ -111,8 +115,26 @@ class RemoteStack:
         if not remote.connection.config.local_fallback:
             remote.check(self.blocks)
 
-    def run_block(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def watch(self, decoder: nn.Module) -> None:
+        """Notes what the decoder, whose layers these are, is called with."""
+        self.config = decoder.config  # type: ignore[assignment]
+        decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
+        decoder.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._local.called_with = by_name(type(decoder), args, kwargs)
+
+    def _leave(self, *_: Any) -> None:
+        self._local.called_with = self._local.running = None
+
+    def run_block(self, index: int, hidden: Tensor, cache: Cache | None, kwargs: dict[str, Any]) -> Tensor:
         """Returns the output of one block; the first of a pass runs them all.
+
+        Args:
+            index: Of the block.
+            hidden: Its input.
+            cache: That it was called with.
+            kwargs: Other arguments; they count if it was called alone, not by its decoder.
 
         Raises:
             UnsupportedError: If hidden states were changed between blocks, or servers cannot return what is wanted.
@@ -127,7 +149,7 @@ class RemoteStack:
                 )
         else:
             blocks = self.blocks if index == self.blocks.start else range(index, index + 1)
-            running = self._run(blocks, hidden, kwargs)
+            running = self._run(blocks, hidden, cache, self._called_with or kwargs)
         return self._hand_on(running, index)
 
     def _hand_on(self, running: _Running, index: int) -> Tensor:
@@ -139,22 +161,23 @@ class RemoteStack:
         self._local.running = running if index + 1 - running.first_block < len(running.hidden) else None
         return running.last
 
-    def _run(self, blocks: range, hidden: Tensor, kwargs: dict[str, Any]) -> _Running:
+    def _run(self, blocks: range, hidden: Tensor, cache: Cache | None, called_with: dict[str, Any]) -> _Running:
         self._local.running = None
         collector = _active_collector.get() or {}
-        if "attentions" in collector:
+        if "attentions" in collector or self._wants("output_attentions", called_with):
             raise UnsupportedError(
                 "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
             )
-        arguments = read_arguments(hidden, kwargs)
-        if arguments.cache is not None and blocks != self.blocks:
+        arguments = read_arguments(hidden, called_with, cache)
+        if cache is not None and blocks != self.blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
         if self._reader is None:
             self._reader = AdapterReader(self.layers, first=self.blocks.start)
         use = self._reader.select(structure_version(), blocks, hidden.shape[0])
         offsets = self._reader.offsets
-        if offsets is not None and arguments.cache is None:
+        if offsets is not None and cache is None:
             use = use.with_starts(offsets, 0, hidden.shape[1])
+        wants_hidden = "hidden_states" in collector or self._wants("output_hidden_states", called_with)
         inputs = SpanInputs(
             blocks=blocks,
             # Copied from an accelerator once, not once per server; a replay does not hold memory there.
@@ -162,15 +185,23 @@ class RemoteStack:
             position_ids=arguments.position_ids,
             attention_mask=arguments.attention_mask,
             adapters=use,
-            collect_hidden="hidden_states" in collector and len(blocks) > 1,
-            hidden_of=_blocks_of(collector) if arguments.cache is not None else None,
+            collect_hidden=wants_hidden and len(blocks) > 1,
+            hidden_of=_blocks_of(collector) if cache is not None else None,
             collect_router="router_logits" in collector,
         )
-        if arguments.cache is None:
-            outputs = self.remote.forward(inputs)
-        else:
-            outputs = run_cached(self.remote, inputs, arguments.cache, offsets)
+        outputs = self.remote.forward(inputs) if cache is None else run_cached(self.remote, inputs, cache, offsets)
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs)
+
+    @property
+    def _called_with(self) -> dict[str, Any] | None:
+        """What the decoder runs on in this thread."""
+        found: dict[str, Any] | None = getattr(self._local, "called_with", None)
+        return found
+
+    def _wants(self, option: str, called_with: dict[str, Any]) -> bool:
+        """Returns whether a decoder of the older kind, which collects outputs itself, is asked for some."""
+        asked = called_with.get(option)
+        return bool(getattr(self.config, option, False) if asked is None else asked)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drops live handles, which are recreated on first use."""

@@ -84,5 +84,6 @@ def turn_into_stand_ins(module: nn.Module, device: torch.device | str) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = hollow_tensor(buffer.shape, buffer.dtype, device)
-        part.__class__ = stand_in_class(type(part))  # type: ignore[arg-type]  # classes are hashable
+        if not isinstance(part, StandIn):  # layers may share a module
+            part.__class__ = stand_in_class(type(part))  # type: ignore[arg-type]  # classes are hashable
         part._is_hf_initialized = True  # type: ignore[assignment]

@@ -7,7 +7,7 @@ size. That values are finite is checked where they come in: at the rpc, or when 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks.peft_layers import check_part
+from swarm_plugins.blocks.peft_layers import checking_part
 from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
@@ -39,7 +39,25 @@ def check_adapter(
     max_run_bytes: int = 1 << 62,
     digest: str | None = None,
 ) -> LoadedAdapter:
-    """Checks an adapter and moves it to the span's device.
+    """Checks an adapter and moves it to the span's device, in one piece; see `checking_adapter`."""
+    parts = checking_adapter(spec, tensors, span, max_run_bytes=max_run_bytes, digest=digest)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            adapter: LoadedAdapter = end.value
+            return adapter
+
+
+def checking_adapter(
+    spec: AdapterSpec,
+    tensors: Sequence[Tensor],
+    span: Span,
+    *,
+    max_run_bytes: int = 1 << 62,
+    digest: str | None = None,
+) -> Generator[None, None, LoadedAdapter]:
+    """Checks an adapter and moves it to the span's device; yields after what takes long.
 
     Args:
         spec: Its structure.
@@ -62,7 +80,7 @@ def check_adapter(
         seen.add(key)
         _check_entry(entry, span)
     if spec.peft is not None:
-        check_part(
+        yield from checking_part(
             spec.peft,
             lambda layer: _linear(layer, _module(layer, span)),
             max_rank=_MAX_RANK,
@@ -119,9 +137,15 @@ def _module(entry: AdapterModule | PeftLayer, span: Span) -> nn.Module:
             f"the adapter names {_where(entry)}; this span has blocks {span.blocks.start} to {span.blocks.stop}"
         )
     try:
-        return span.module(entry.block, entry.module)
+        module = span.module(entry.block, entry.module)
     except AttributeError:
         raise ConfigError(f"the adapter names {_where(entry)}: the block has no such module") from None
+    if (entry.block, entry.module) in span.never_called:
+        raise ConfigError(
+            f"the adapter names {_where(entry)}, whose weight is read by another module: an adapter there does "
+            "nothing; leave it out of target_modules"
+        )
+    return module
 
 
 def _check_ia3(entry: AdapterModule, linear: nn.Linear) -> None:

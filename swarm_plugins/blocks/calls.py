@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.block_io import SpanOutputs, as_returned
 
 
 class BlockList(nn.ModuleList):
@@ -42,13 +42,18 @@ class BlockList(nn.ModuleList):
 
 
 class Passing(nn.Module):
-    """Replaces a block outside the span; keeps its plain attributes, which some models read (an attention type)."""
+    """Replaces a block outside the span; has its attributes, which some models read, but none of its weights."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(original).items():
-            if not name.startswith("_") and isinstance(value, (str, int, float, bool, type(None))):
-                setattr(self, name, value)
+        # Not as a module of this one: it is not to be loaded or moved. Its weights have no memory.
+        self.__dict__["original"] = original.to("meta")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns its input."""
@@ -58,16 +63,50 @@ class Passing(nn.Module):
 class SkippedBlock:
     """Replaces a block in one call: passes the hidden states on in the form that the model's layers return."""
 
-    def __init__(self, original: nn.Module, in_tuple: bool) -> None:
+    def __init__(self, original: nn.Module, num_returned: int) -> None:
         self._original = original
-        self._in_tuple = in_tuple
+        self._num_returned = num_returned
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Passes the hidden states on."""
-        return (hidden_states,) if self._in_tuple else hidden_states
+        return as_returned(hidden_states, self._num_returned)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+class Entry:
+    """The first block of a call: runs on the hidden states that came, whatever the model made before it."""
+
+    def __init__(self, layer: Callable[..., Any], hidden: Tensor) -> None:
+        self._layer = layer
+        self._hidden = hidden
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block."""
+        return self._layer(self._hidden, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class Exit:
+    """The skipped block behind the last one of a call: reports what that hands on to ``seen``.
+
+    So what a model computes between two blocks is computed with the one before.
+    """
+
+    def __init__(self, skipped: SkippedBlock, seen: Callable[[Tensor], None]) -> None:
+        self._skipped = skipped
+        self._seen = seen
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Reports its input, and passes it on."""
+        self._seen(hidden_states)
+        return self._skipped(hidden_states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._skipped, name)
 
 
 class Watched:
@@ -80,7 +119,7 @@ class Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block and reports its output."""
         output = self._layer(*args, **kwargs)
-        self._seen(output[0] if isinstance(output, tuple) else output)
+        self._seen(output[0] if isinstance(output, tuple | list) else output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -91,6 +130,8 @@ class Watched:
 class Call:
     """What one call changes about the model."""
 
+    blocks: range
+    """The blocks that it runs."""
     table: Sequence[Any]
     """One callable for each layer."""
     attention: str

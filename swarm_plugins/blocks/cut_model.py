@@ -5,7 +5,7 @@ Callers check their inputs and make room in caches; caches count new tokens only
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.apply import TokenRows, adapter_patches
 from swarm_plugins.blocks.attending import SDPA
-from swarm_plugins.blocks.calls import BlockList, Call, CallStack, SkippedBlock, Watched
+from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
@@ -24,6 +24,9 @@ from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
 from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import ConfigError
+
+_CACHES = ("past_key_values", "cache_params")
+"""Names of the argument that takes a cache."""
 
 
 class _Use(NamedTuple):
@@ -38,8 +41,10 @@ class _Use(NamedTuple):
 class CutModel:
     """Runs any part of the blocks of a cut-down model."""
 
-    passes_tuples = False
-    """Whether layers return tuples; see `probe`."""
+    num_returned = 0
+    """How many values layers return in a tuple, 0 for a tensor alone; see `probe`."""
+    token = 0
+    """What stands for all token ids: blocks do not depend on them."""
 
     def __init__(self, model: PreTrainedModel, layer_path: str, blocks: range, dtype: torch.dtype) -> None:
         self.model = model
@@ -67,7 +72,13 @@ class CutModel:
                 self._blocks[block] = fused_block(self.layers[block], self._calls, rotation) or self.layers[block]
         is_fused = all(isinstance(self._blocks[block], FusedBlock) for block in blocks)
         self._is_direct = is_fused and rotates_then_runs_blocks(model)
-        self._tables: dict[tuple[int, int], list[Any]] = {}
+        known = inspect.signature(type(model).forward).parameters
+        self._cache_name = next((name for name in _CACHES if name in known), _CACHES[0])
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+        names = ("attention_mask", "position_ids", self._cache_name)
+        self._names = [name for name in names if takes_all or name in known]
+        """Arguments that the model's forward takes."""
+        self._tables: dict[tuple[int, int, int], list[Any]] = {}
         self._joined: dict[int, bool] = {}
         # Adapters name modules in every step; only existing ones are kept, so it is bounded.
         self._modules: dict[tuple[int, str], nn.Module] = {}
@@ -99,10 +110,12 @@ class CutModel:
             call.table = self._watched_table(inputs.blocks, call.between, on_boundary)
         return call.outputs(self.run(call, inputs.hidden, inputs.attention_mask, inputs.position_ids, past))
 
-    def step(self, step: StepInputs) -> SpanOutputs:
+    def step(self, step: StepInputs, on_boundary: Callable[[], None] | None = None) -> SpanOutputs:
         """Runs the new tokens of one session and writes to its cache, which has room for them."""
         use = _Use(step.adapters, step.cache.batch_size, step.hidden.shape[1], step.cache.length)
         call = self._call(step.blocks, [use], [step])
+        if on_boundary is not None:
+            call.table = self._watched_table(step.blocks, call.between, on_boundary)
         past = SessionPast(step.cache, self._joined)
         padding = padding_of(step)
         if self._is_direct and padding is None and step.hidden.shape[1] == 1:
@@ -136,17 +149,24 @@ class CutModel:
         positions: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
-        """Runs the model's forward with a call in force; returns its last hidden states."""
+        """Runs the model's forward with a call in force; returns what its last block hands on."""
+        outputs: list[Tensor] = []
+        call.table = self._between_borders(call, hidden, outputs.append)
         with self._calls.running(call):
-            output = self.model(
-                inputs_embeds=hidden,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=past,
-                use_cache=past is not None,
-            )
-        last: Tensor = output.last_hidden_state
-        return last
+            ids = hidden.new_full(hidden.shape[:2], self.token, dtype=torch.long)
+            arguments = {"attention_mask": mask, "position_ids": positions, self._cache_name: past}
+            self.model(input_ids=ids, use_cache=past is not None, **{k: arguments[k] for k in self._names})
+        return outputs[0]
+
+    def _between_borders(self, call: Call, hidden: Tensor, seen: Callable[[Tensor], None]) -> list[Any]:
+        """Returns a call's table with ``hidden`` put in at its first block, and what leaves its last one reported."""
+        table, blocks = list(call.table), call.blocks
+        if blocks.stop < len(table):
+            table[blocks.stop] = Exit(table[blocks.stop], seen)
+        else:
+            table[-1] = Watched(table[-1], seen)
+        table[blocks.start] = Entry(table[blocks.start], hidden)
+        return table
 
     def _run_single(self, call: Call, blocks: range, hidden: Tensor, positions: Tensor | None, past: Past) -> Tensor:
         """Does what `run` does for one new token of each row, without the model's own preparations."""
@@ -168,19 +188,17 @@ class CutModel:
 
     def table(self, blocks: range) -> list[Any]:
         """Returns a call's table that runs ``blocks`` and skips all others."""
-        key = (blocks.start, blocks.stop)
+        key = (blocks.start, blocks.stop, self.num_returned)
         if key not in self._tables:
-            pairs = enumerate(zip(self._blocks, self._skipped, strict=True))
-            self._tables[key] = [run if index in blocks else skipped for index, (run, skipped) in pairs]
+            skipped = (SkippedBlock(layer, self.num_returned) for layer in self.layers)
+            pairs = enumerate(zip(self._blocks, skipped, strict=True))
+            self._tables[key] = [run if index in blocks else skip for index, (run, skip) in pairs]
         return self._tables[key]
-
-    @functools.cached_property
-    def _skipped(self) -> list[SkippedBlock]:
-        return [SkippedBlock(layer, self.passes_tuples) for layer in self.layers]
 
     def _call(self, blocks: range, uses: Sequence[_Use], asked: Sequence[SpanInputs]) -> Call:
         between: list[Tensor] | None = [] if any(inputs.collect_hidden for inputs in asked) else None
         call = Call(
+            blocks=blocks,
             table=self.table(blocks) if between is None else self._watched_table(blocks, between, None),
             attention=self.attention,
             router_logits={} if any(inputs.collect_router for inputs in asked) else None,

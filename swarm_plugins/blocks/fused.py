@@ -284,7 +284,7 @@ def rotates_then_runs_blocks(model: nn.Module) -> bool:
     """
     config: Any = model.config
     has_window = getattr(config, "sliding_window", None) is not None
-    return not has_window and _family(model) in _DIRECT_FAMILIES and isinstance(model.norm, nn.Identity)
+    return not has_window and _family(model) in _DIRECT_FAMILIES
 
 
 @functools.cache

@@ -1,8 +1,11 @@
-"""Keys and values of sessions, under one budget in bytes.
+"""Keys, values and other states of sessions, under one budget in bytes.
 
 A cache's buffers are allocated in whole pages of tokens and grow geometrically: appending costs one copy, amortised,
 and attention reads one contiguous run of tokens per row and head. The pool only counts bytes. Old and new buffers
 exist at the same time while a cache grows or is reordered; both are counted, so the budget is never exceeded.
+
+States of fixed size (of convolutions and recurrences) are never changed in place: a step makes new ones, and those
+before it are kept, so that a step can be taken back.
 
 Letters in shapes: ``B`` rows, ``H`` key/value heads, ``C`` allocated tokens, ``L`` cached tokens, ``S`` new tokens,
 ``W`` head width.
@@ -30,12 +33,30 @@ class BlockKV(NamedTuple):
     value_heads: int
     value_width: int
     dtype: torch.dtype
+    index_width: int = 0
+    """Of an indexer's keys, by which attention chooses tokens."""
+    index_dtype: torch.dtype = torch.float32
+    row_bytes: int = 0
+    """Bytes of the states of one row, whatever its length."""
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row."""
         width = self.key_heads * self.key_width + self.value_heads * self.value_width
-        return width * self.dtype.itemsize
+        return width * self.dtype.itemsize + self.index_width * self.index_dtype.itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is keys and values, and nothing else."""
+        return self.key_heads > 0 and not (self.index_width or self.row_bytes)
+
+
+class RewindError(ConfigError):
+    """The states of a session cannot go back as far as is asked."""
+
+
+States = dict[tuple[int, str, int], Tensor]
+"""By block, kind (``conv`` or ``recurrent``) and number: a block may have several of a kind."""
 
 
 class KVPool:
@@ -51,10 +72,6 @@ class KVPool:
     def free_bytes(self) -> int:
         """Unused bytes."""
         return self.budget_bytes - self.used_bytes
-
-    def free_tokens(self, token_bytes: int) -> int:
-        """Returns how many tokens, in whole pages of one row, still fit."""
-        return self.free_bytes // (token_bytes * PAGE_TOKENS) * PAGE_TOKENS if token_bytes else 0
 
     def fits(self, num_bytes: int) -> bool:
         """Returns whether ``num_bytes`` more are within the budget."""
@@ -94,6 +111,16 @@ class KVCache:
         self._layouts = {block: layouts[block] for block in blocks if block in layouts}
         self.batch_size = batch_size
         self._token_bytes = sum(layout.token_bytes for layout in self._layouts.values())
+        # The states now, and those before the last step.
+        self._row_bytes = 2 * sum(layout.row_bytes for layout in self._layouts.values())
+        self._num_rows_kept = 0
+        """Rows whose states are counted in the budget."""
+        self.states: States = {}
+        """Of all tokens up to ``length``."""
+        self.new_states: States = {}
+        """Of a step that is running; they count when it `advance`s."""
+        self._before: tuple[int, States] | None = None
+        """Length and states before the last step."""
         # Without tokens, and so without memory.
         self._buffers = {
             block: self._moved(block, layout, 0, None, batch_size) for block, layout in self._layouts.items()
@@ -103,7 +130,12 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes taken from the budget."""
-        return self.batch_size * self.capacity * self._token_bytes
+        return self.batch_size * self.capacity * self._token_bytes + self._num_rows_kept * self._row_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some block has states of fixed size."""
+        return self._row_bytes > 0
 
     def reserve(self, new_tokens: int) -> None:
         """Makes room for ``new_tokens`` more tokens per row, in all blocks at once.
@@ -113,6 +145,8 @@ class KVCache:
             ConfigError: If the cache is closed.
         """
         self._check_open()
+        self.new_states = {}
+        self._keep_rows(max(self.batch_size, self._num_rows_kept))
         needed = self.length + new_tokens
         if needed > self.capacity:
             ample = in_pages(max(needed, self.capacity + self.capacity // 2))
@@ -120,26 +154,48 @@ class KVCache:
             self._move(ample if self._pool.fits(2 * self._cost(ample)) else in_pages(needed), None)
 
     def append(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """Writes ``[B, H, S, W]`` after the cached tokens of a block; they count when ``length`` is advanced."""
-        key_buffer, value_buffer = self._buffers[block]
+        """Writes ``[B, H, S, W]`` after the cached tokens of a block; they count when it `advance`s."""
+        key_buffer, value_buffer, _ = self._buffers[block]
         num_new = keys.shape[2]
         key_buffer.narrow(2, self.length, num_new).copy_(keys)
         value_buffer.narrow(2, self.length, num_new).copy_(values)
 
     def view(self, block: int, length: int) -> tuple[Tensor, Tensor]:
         """Returns the first ``length`` tokens of a block, ``[B, H, length, W]``, without a copy."""
-        key_buffer, value_buffer = self._buffers[block]
+        key_buffer, value_buffer, _ = self._buffers[block]
         return key_buffer.narrow(2, 0, length), value_buffer.narrow(2, 0, length)
+
+    def append_index(self, block: int, keys: Tensor) -> Tensor:
+        """Writes an indexer's keys, ``[B, S, W]``, as `append` does; returns all, ``[B, L + S, W]``."""
+        buffer = self._buffers[block][2].narrow(2, 0, self.length + keys.shape[1])
+        buffer.narrow(2, self.length, keys.shape[1]).copy_(keys[:, None])
+        return buffer[:, 0]
+
+    def advance(self, new_tokens: int) -> None:
+        """Counts the tokens and states of a step."""
+        if self.has_states:
+            self._before = (self.length, self.states)
+            self.states, self.new_states = {**self.states, **self.new_states}, {}
+        self.length += new_tokens
 
     def crop(self, length: int) -> None:
         """Keeps the first ``length`` tokens. The memory stays with the cache.
 
         Raises:
+            RewindError: If states would have to go back further than to before the last step.
             ConfigError: If the cache is shorter, or closed.
         """
         self._check_open()
         if not 0 <= length <= self.length:
             raise ConfigError(f"cannot crop to {length} tokens: the cache holds {self.length}")
+        if self.has_states and length < self.length:
+            at, states = (0, {}) if length == 0 else self._before or (0, {})
+            if at != length:
+                raise RewindError(
+                    f"cannot crop to {length} tokens of {self.length}: of blocks with states of fixed size, only "
+                    f"the ones before the last step are kept, at {at} tokens"
+                )
+            self.states, self._before = states, None
         self.length = length
 
     def select(self, indices: Sequence[int]) -> None:
@@ -157,7 +213,12 @@ class KVCache:
             if not 0 <= row < self.batch_size:
                 raise ConfigError(f"row index {row} is out of range: the cache has {self.batch_size} rows")
         if rows != list(range(self.batch_size)):
+            if self._num_rows_kept:
+                self._keep_rows(max(len(rows), self._num_rows_kept))
             self._move(self.capacity, rows)
+            index = torch.tensor(rows, device=self._device)
+            self.states = {key: state.index_select(0, index) for key, state in self.states.items()}
+            self._before = None
 
     def fork(self) -> KVCache:
         """Returns an independent copy.
@@ -173,8 +234,9 @@ class KVCache:
             copy.close()
             raise
         for block in self._layouts:
-            copy.append(block, *self.view(block, self.length))
-        copy.length = self.length
+            for new, old in zip(copy._buffers[block], self._buffers[block], strict=True):
+                new.narrow(2, 0, self.length).copy_(old.narrow(2, 0, self.length))
+        copy.length, copy.states, copy._before = self.length, self.states, self._before
         return copy
 
     def close(self) -> None:
@@ -183,11 +245,18 @@ class KVCache:
             self._pool.release(self.num_bytes)
             self._is_closed = True
             self._buffers.clear()
-            self.capacity = self.length = 0
+            self.states, self.new_states, self._before = {}, {}, None
+            self.capacity = self.length = self._num_rows_kept = 0
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError("the session's cache is closed: open another session")
+
+    def _keep_rows(self, num_rows: int) -> None:
+        """Counts the states of so many rows in the budget."""
+        if self._row_bytes and num_rows != self._num_rows_kept:
+            self._pool.reserve((num_rows - self._num_rows_kept) * self._row_bytes)
+            self._num_rows_kept = num_rows
 
     def _cost(self, capacity: int, batch_size: int | None = None) -> int:
         """Bytes needed on top to move to a capacity, while the largest block has both its old and new buffers."""
@@ -216,20 +285,24 @@ class KVCache:
 
     def _moved(
         self, block: int, layout: BlockKV, capacity: int, rows: list[int] | None, num_rows: int
-    ) -> tuple[Tensor, Tensor]:
-        def empty(heads: int, width: int) -> Tensor:
-            return torch.empty(num_rows, heads, capacity, width, dtype=layout.dtype, device=self._device)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        def empty(heads: int, width: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(num_rows, heads, capacity, width, dtype=dtype, device=self._device)
 
-        keys, values = empty(layout.key_heads, layout.key_width), empty(layout.value_heads, layout.value_width)
+        buffers = (
+            empty(layout.key_heads, layout.key_width, layout.dtype),
+            empty(layout.value_heads, layout.value_width, layout.dtype),
+            empty(min(1, layout.index_width), layout.index_width, layout.index_dtype),
+        )
         if self.length:
-            for new, old in zip((keys, values), self.view(block, self.length), strict=True):
-                kept = new.narrow(2, 0, self.length)
+            for new, whole in zip(buffers, self._buffers[block], strict=True):
+                kept, old = new.narrow(2, 0, self.length), whole.narrow(2, 0, self.length)
                 if rows is None:
                     kept.copy_(old)
                 else:
                     for target, source in enumerate(rows):
                         kept[target].copy_(old[source])
-        return keys, values
+        return buffers
 
 
 def in_pages(tokens: int) -> int:

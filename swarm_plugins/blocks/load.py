@@ -1,14 +1,14 @@
 """Loads a span: the tensors of its blocks only.
 
-The model is HF's own base model, cut down: blocks outside the span are parameter-free, embeddings and final norm are
-absent.
+The model is HF's own base model, cut down: blocks outside the span are parameter-free, embeddings and final norm have
+no values (`outside`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from swarm_plugins.blocks.calls import BlockList, Passing
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVPool
-from swarm_plugins.blocks.probe import probe
+from swarm_plugins.blocks.outside import fill_in, take_out
+from swarm_plugins.blocks.probe import Traits, probe
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import (
@@ -30,7 +31,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out
-from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
@@ -38,6 +39,11 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 
 DEFAULT_KV_BYTES = 1 << 30
+_OTHER_TOKENS = {
+    "moshi": "its attention leaves the window to the cache of transformers, and sees too much without it",
+    "recurrent_gemma": "its states lie in its modules, where sessions would share them",
+}
+"""Families whose blocks would run, with other results."""
 ExpertsElsewhere = Callable[[int, nn.Module, nn.Module], object]
 """Makes a block's experts, which have no weights, run; takes block, experts, and a copy of them on the meta device."""
 GROUP_BYTES = 1 << 30
@@ -117,7 +123,19 @@ def load_span(
         for block, name in moe.paths.items():
             elsewhere(block, model.get_submodule(name.removeprefix(prefix)), moe.outline.get_submodule(name))
     cut = CutModel(model, path, blocks, wanted)
-    return Span(cut, probe(cut), pool, experts)
+    return Span(cut, _probed(cut), pool, experts)
+
+
+def _probed(cut: CutModel) -> Traits:
+    try:
+        return probe(cut)
+    except SwarmError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        raise UnsupportedError(
+            f"blocks of {type(cut.model).__name__} do not run with the caches of a server "
+            f"({one_line(error, with_kind=True)}): use a model of another family"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -154,15 +172,24 @@ class _BlockLoader:
         """Returns the base model with some blocks only, frozen."""
 
         def trim(model: PreTrainedModel) -> None:
-            _cut(model, self.path, blocks)
+            layers = enumerate(find_layers(model))
+            kept = [layer if index in blocks else Passing(layer) for index, layer in layers]
+            model.set_submodule(self.path, BlockList(kept))
+            take_out(model, self.path)
             if self.moe is not None:
                 empty_modules(module for module in model.modules() if is_fused_experts(module))
                 leave_out(model, _quantized_linears(self.moe, self.path, blocks).values())
 
-        tensors = self._read(blocks, progress)
-        model = model_from_tensors(self.base_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)
+        names = self._names(blocks)
+        tensors, name = self._read(names, blocks, progress), self.checkpoint.name
+        try:
+            model = model_from_tensors(self.base_class, self.config, tensors, self.dtype, name, trim=trim)
+        except CheckpointError:
+            _check_experts(names, name)
+            raise
         model.requires_grad_(False)
         nn.Module.to(model, self.device)
+        fill_in(model, self.dtype, self.device)
         if self.quantization != "none":
             for block in blocks:
                 quantize_block(_layers(model, self.path)[block], self.quantization, self.dtype)
@@ -175,9 +202,7 @@ class _BlockLoader:
         others = frozenset(self.moe.others)
         return [name for name in names if name in others]
 
-    def _read(self, blocks: range, progress: bool) -> dict[str, Tensor]:
-        names = self._names(blocks)
-        _check_experts(names, self.checkpoint.name)
+    def _read(self, names: Sequence[str], blocks: range, progress: bool) -> dict[str, Tensor]:
         prefix = layer_prefix(self.checkpoint, self.path)
         # HF's conversions are written for the names of a whole causal language model.
         target = f"{self.base_class.base_model_prefix}.{self.path}."
@@ -254,6 +279,8 @@ def _move_blocks(source: PreTrainedModel, target: PreTrainedModel, path: str, bl
 def _span_config(checkpoint: Checkpoint, store: QuantizedStore | None) -> PreTrainedConfig:
     # A copy: the attention implementation is switched in it while calls run.
     config = copy.deepcopy(checkpoint.config.get_text_config(decoder=True))
+    if config.model_type in _OTHER_TOKENS:
+        raise UnsupportedError(f"{config.model_type} cannot be served: {_OTHER_TOKENS[config.model_type]}")
     quantization = getattr(config, "quantization_config", None)
     if store is not None and quantization is not None:
         del config.quantization_config
@@ -273,22 +300,3 @@ def _layers(model: nn.Module, path: str) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise UnsupportedError(f"the decoder layers of {type(model).__name__} are a {type(layers).__name__}")
     return layers
-
-
-def _cut(model: PreTrainedModel, path: str, blocks: range) -> None:
-    layers = [layer if index in blocks else Passing(layer) for index, layer in enumerate(find_layers(model))]
-    model.set_submodule(path, BlockList(layers))
-    top = path.partition(".")[0]
-    for name, child in list(model.named_children()):
-        # Other modules with weights (embeddings, final norm) are the client's; the probe checks that hidden states then
-        # pass unchanged. OLMo's final norm lacks weights and is recognised by name; so does a rotary embedding, which
-        # stays.
-        is_norm = type(child).__name__.endswith("Norm")
-        if name != top and (is_norm or next(child.parameters(), None) is not None):
-            setattr(model, name, nn.Identity())
-    outside = [name for name, _ in model.named_parameters() if not name.startswith(f"{path}.")]
-    if outside:
-        raise UnsupportedError(
-            f"{type(model).__name__} has weights outside of its blocks that cannot be cut off, such as {outside[0]}: "
-            "it adds positions or projects hidden states in its own forward, so its blocks cannot be served apart"
-        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -92,13 +92,37 @@ def _computed(module: nn.Linear, factor_a: Tensor, factor_b: Tensor, scaling: fl
     return norm
 
 
-def weight_norms(adapter: LoadedAdapter, linear_of: Callable[[PeftLayer], nn.Linear]) -> tuple[Tensor, ...]:
-    """Returns the norms that the layers of a checked adapter start from, in their order."""
-    part, found = adapter.spec.peft, []
+class NormedLayer(NamedTuple):
+    """A layer that starts from a norm, and the factors of its update."""
+
+    layer: PeftLayer
+    factor_a: Tensor
+    factor_b: Tensor
+
+    @property
+    def norm_bytes(self) -> int:
+        """Size of the norm: it has the type of the second factor, ``[out, r]``."""
+        return len(self.factor_b) * self.factor_b.element_size()
+
+
+def normed_layers(adapter: LoadedAdapter) -> Iterator[NormedLayer]:
+    """Yields the layers of a checked adapter that start from norms, in their order."""
+    part = adapter.spec.peft
     tensors = adapter.tensors[len(adapter.tensors) - len(part.shapes) :] if part else ()
     for layer in part.layers if part else ():
         if layer.needs_norm:
             named = {name: tensors[place] for name, place in zip(layer.names, layer.places, strict=True)}
-            factors = named["lora_A.weight"], named["lora_B.weight"]
-            found.append(weight_norm(linear_of(layer), *factors, 1.0 if layer.scaling is None else layer.scaling))
+            yield NormedLayer(layer, named["lora_A.weight"], named["lora_B.weight"])
+
+
+def weight_norms(
+    layers: Sequence[NormedLayer], linear_of: Callable[[PeftLayer], nn.Linear]
+) -> Generator[None, None, tuple[Tensor, ...]]:
+    """Computes the norms that layers start from, each in a part of its own: it is a pass over a whole weight."""
+    found: list[Tensor] = []
+    for layer, factor_a, factor_b in layers:
+        if found:
+            yield
+        scaling = 1.0 if layer.scaling is None else layer.scaling
+        found.append(weight_norm(linear_of(layer), factor_a, factor_b, scaling).cpu())
     return tuple(found)

@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.attending import attend
 from swarm_plugins.blocks.calls import Call
-from swarm_plugins.blocks.past import Past
+from swarm_plugins.blocks.past import PlainPast
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError
 
@@ -74,7 +74,7 @@ def padding_of(step: StepInputs) -> Tensor | None:
     return None if mask is None or bool(mask.all()) else mask
 
 
-class PackedPast(Past):
+class PackedPast(PlainPast):
     """The caches of several sessions.
 
     Args:

@@ -1,34 +1,29 @@
 """What a model's forward gets as ``past_key_values``: a session's cache, several sessions' caches, or a prefix.
 
 Each is a transformers ``Cache`` without layers of its own: it knows the length of the past, takes new keys and values
-and returns those to attend to. Sliding-window layers keep everything; their mask makes the window.
+and returns those to attend to. Sliding-window layers keep everything; their mask makes the window. States of fixed size
+are handed out and taken as transformers' ``LinearAttentionLayer`` does, but never changed in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from swarm_plugins.blocks.kv import BlockKV, KVCache
+from swarm_plugins.blocks.kv import BlockKV, KVCache, States
 from swarm_plugins.errors import UnsupportedError
 
-
-def _refused(*args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedError(
-        "blocks that cache more than keys and values (recurrent or convolution states, an indexer) are not supported: "
-        "serve a model whose blocks use attention"
-    )
+CONV, RECURRENT = "conv", "recurrent"
 
 
 class Past(Cache):
-    """A past of a known length; refuses blocks that cache anything but keys and values."""
-
-    has_previous_state = get_conv_state = update_conv_state = _refused
-    get_recurrent_state = update_recurrent_state = update_indexer = _refused
+    """A past of a known length."""
 
     def __init__(self, length: int) -> None:
         super().__init__(layers=[])
@@ -46,6 +41,10 @@ class Past(Cache):
         """Returns -1: no maximum."""
         return -1
 
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Returns False: states are kept by whoever keeps the past."""
+        return False
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -53,14 +52,92 @@ class Past(Cache):
         raise NotImplementedError
 
 
-class SessionPast(Past):
+def _refused(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "blocks that cache more than keys and values (recurrent or convolution states, an indexer) cannot be packed, "
+        "and take no prefix of keys and values"
+    )
+
+
+class PlainPast(Past):
+    """A past that refuses blocks which cache anything but keys and values."""
+
+    has_previous_state = get_conv_state = update_conv_state = _refused
+    get_recurrent_state = update_recurrent_state = update_indexer = _refused
+
+
+class StatefulPast(Past):
+    """A past with states of fixed size.
+
+    Args:
+        length: Tokens before the new ones.
+        old: The states of these.
+        new: Gets those of the new tokens.
+    """
+
+    def __init__(self, length: int, old: States, new: States) -> None:
+        super().__init__(length)
+        self._old = old
+        self._new = new
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Returns whether a block has states; without one, whether there are tokens before the new ones."""
+        if layer_idx is None:
+            return self.length > 0
+        known = {*self._old, *self._new}
+        return any(block == layer_idx and state_idx in (None, number) for block, _, number in known)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the last inputs of a convolution, ``[B, channels, kernel]``."""
+        return self._get((layer_idx, CONV, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns a recurrence's state."""
+        return self._get((layer_idx, RECURRENT, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Takes the new inputs of a convolution; returns them behind the ones before, or behind zeros."""
+        key = (layer_idx, CONV, state_idx)
+        before = self._get(key)
+        if before is None:
+            kernel = conv_kernel_size or conv_states.shape[-1]
+            whole = functional.pad(conv_states, (max(0, kernel - conv_states.shape[-1]), 0))
+        else:
+            kernel = before.shape[-1]
+            whole = torch.cat([before, conv_states], dim=-1)
+        self._new[key] = whole[..., -kernel:].clone()
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Takes a recurrence's new state, and returns it."""
+        key = (layer_idx, RECURRENT, state_idx)
+        before = self._get(key)
+        self._new[key] = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        return self._new[key]
+
+    def _get(self, key: tuple[int, str, int]) -> Tensor | None:
+        found = self._new.get(key)
+        if found is None and key in self._old:
+            # Kernels for single tokens change it in place, and tell nobody; the old one has to stay.
+            found = self._new[key] = self._old[key].clone()
+        return found
+
+
+class SessionPast(StatefulPast):
     """One session's cache: appends in place and returns views.
 
     ``joined`` tells by block whether the family computes with what the cache returns before it attends to it.
     """
 
     def __init__(self, cache: KVCache, joined: Mapping[int, bool]) -> None:
-        super().__init__(cache.length)
+        super().__init__(cache.length, cache.states, cache.new_states)
         self._cache = cache
         self._joined = joined
 
@@ -75,8 +152,12 @@ class SessionPast(Past):
             return keys.contiguous(), values.contiguous()
         return keys, values
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Appends an indexer's keys, and returns the whole sequence."""
+        return self._cache.append_index(layer_idx, indexer_key_states)
 
-class PrefixPast(Past):
+
+class PrefixPast(PlainPast):
     """Keys and values before the sequence, K then V for each block, ``[B, H, P, W]``; differentiable.
 
     ``made`` gets the keys and values of the new tokens, if it is given.
@@ -97,18 +178,50 @@ class PrefixPast(Past):
         return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
 
 
-class ProbePast(Past):
-    """Notes what each block caches for a token."""
+@dataclass
+class _Noted:
+    """What a block caches, as far as is known."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    index: Tensor | None = None
+
+
+class ProbePast(StatefulPast):
+    """Notes what each block caches, for one row."""
 
     def __init__(self) -> None:
-        super().__init__(0)
-        self.layouts: dict[int, BlockKV] = {}
+        self._states: States = {}
+        super().__init__(0, {}, self._states)
+        self._noted: dict[int, _Noted] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Notes shapes and type, returns its input."""
-        self.layouts[layer_idx] = BlockKV(
-            key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3], key_states.dtype
-        )
+        noted = self._noted.setdefault(layer_idx, _Noted())
+        noted.keys, noted.values = key_states, value_states
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Notes shape and type, returns its input."""
+        self._noted.setdefault(layer_idx, _Noted()).index = indexer_key_states
+        return indexer_key_states
+
+    def layout(self, block: int, dtype: torch.dtype) -> BlockKV:
+        """Returns what a block caches; nothing, if it has no attention and no states."""
+        noted = self._noted.get(block, _Noted())
+        row_bytes = sum(state.nbytes for (of, _, _), state in self._states.items() if of == block)
+        layout = BlockKV(0, 0, 0, 0, dtype, row_bytes=row_bytes)
+        if noted.keys is not None and noted.values is not None:
+            keys, values = noted.keys.shape, noted.values.shape
+            layout = layout._replace(
+                key_heads=keys[1],
+                key_width=keys[3],
+                value_heads=values[1],
+                value_width=values[3],
+                dtype=noted.keys.dtype,
+            )
+        if noted.index is not None:
+            layout = layout._replace(index_width=noted.index.shape[2], index_dtype=noted.index.dtype)
+        return layout

@@ -154,10 +154,10 @@ class _Made(TorchDispatchMode):
         return made
 
 
-def check_part(
+def checking_part(
     part: PeftPart, linear_of: Callable[[PeftLayer], nn.Linear], *, max_rank: int, max_run_bytes: int
-) -> None:
-    """Checks layers against the modules they are for; allocates nothing.
+) -> Iterator[None]:
+    """Checks layers against the modules they are for, and yields after each that was built; allocates nothing.
 
     Args:
         part: The layers.
@@ -201,6 +201,7 @@ def check_part(
                 "adapt this module with LoRA, or use a server with more memory"
             )
         checked.add(key)
+        yield
 
 
 def structure_of(method: str, entry: PeftLayer, linear: nn.Linear) -> Structure:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swarm_plugins.blocks.calls import Call, SkippedBlock
+from swarm_plugins.block_io import RETURN_FORMS, as_returned
+from swarm_plugins.blocks.called import never_called
+from swarm_plugins.blocks.calls import Call, Watched
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
-from swarm_plugins.blocks.past import ProbePast
+from swarm_plugins.blocks.past import Past, ProbePast
 from swarm_plugins.blocks.runner import StepInputs
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import UnsupportedError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -28,48 +30,120 @@ class Traits(NamedTuple):
     """What each block caches."""
     is_packable: bool
     """Whether sessions can share a forward."""
+    takes_several: bool
+    """Whether several tokens may follow cached ones at once."""
+    never_called: frozenset[tuple[int, str]]
+    """Block and path of modules whose weight is read by others."""
 
 
 def probe(cut: CutModel) -> Traits:
-    """Runs a model to learn what it caches and whether sessions can share a forward; sets ``cut.passes_tuples``.
+    """Runs a model to learn what it caches and whether sessions can share a forward; sets ``cut.num_returned``.
 
     Raises:
-        UnsupportedError: If the model changes hidden states outside its blocks, or has blocks without attention.
+        UnsupportedError: If blocks depend on more than hidden states, or do without attention.
     """
     generator = torch.Generator().manual_seed(_SEED)
     hidden = torch.randn(1, 3, cut.hidden_size, generator=generator).to(cut.device, cut.dtype)
     with torch.no_grad():
-        cut.passes_tuples = _passes_tuples(cut, hidden)
+        cut.num_returned = _num_returned(cut, hidden)
+        _check_inputs(cut, hidden)
         past = ProbePast()
-        cut.run(Call(table=cut.table(cut.blocks), attention=cut.attention), hidden, past=past)
-        without = [block for block in cut.blocks if block not in past.layouts]
-        if without:
-            raise UnsupportedError(
-                f"blocks {without} of {type(cut.model).__name__} cache no keys and values: only blocks with attention "
-                "can be served"
-            )
-        return Traits(past.layouts, _is_packable(cut, hidden, past.layouts))
+        _run(cut, hidden, past)
+        layouts = {block: past.layout(block, cut.dtype) for block in cut.blocks}
+        return Traits(
+            layouts,
+            is_packable=_is_packable(cut, hidden, layouts),
+            takes_several=_takes_several(cut, hidden, layouts),
+            never_called=_never_called(cut, hidden, layouts),
+        )
 
 
-def _passes_tuples(cut: CutModel, hidden: Tensor) -> bool:
-    """Returns whether layers return tuples; with all layers skipped, the model must return its input."""
-    for in_tuple in (False, True):
-        skipped = [SkippedBlock(layer, in_tuple) for layer in cut.layers]
+def _run(cut: CutModel, hidden: Tensor, past: Past | None = None) -> Tensor:
+    call = Call(blocks=cut.blocks, table=cut.table(cut.blocks), attention=cut.attention)
+    return cut.run(call, hidden, past=past)
+
+
+_FAULTS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+"""What a model raises that is run in a way that it is not made for."""
+
+
+def _num_returned(cut: CutModel, hidden: Tensor) -> int:
+    """Returns how many values layers return: where others are skipped, the model goes on with what they return."""
+    name, reasons = type(cut.model).__name__, []
+    for number in RETURN_FORMS:
+        cut.num_returned = number
+        seen: list[Any] = []
         try:
-            output = cut.run(Call(table=skipped, attention=cut.attention), hidden)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            output = _run_seen(cut, hidden, _Whole, seen)
+        except _FAULTS as exc:
+            reasons.append(one_line(exc, with_kind=True))
             continue
-        if isinstance(output, Tensor) and torch.equal(output, hidden):
-            return in_tuple
+        returned = [() if isinstance(one, Tensor) else one for one in seen]
+        # In another form the model may well run: the first row of a tensor is a tensor.
+        if len(returned[-1]) != number:
+            reasons.append(f"they return {len(returned[-1])} values")
+            continue
+        has_more = any(isinstance(one, Tensor) for values in returned for one in values[1:])
+        if has_more and not _ignores_more(cut, hidden, output):
+            raise UnsupportedError(f"a block of {name} hands on more than hidden states: use a model of another family")
+        return number
     raise UnsupportedError(
-        f"{type(cut.model).__name__} changes hidden states outside its blocks (it scales embeddings or adds positions "
-        "in its own forward): its blocks cannot be served apart from it"
+        f"the blocks of {name} do not run apart from each other ({reasons[0]}): use a model of another family"
     )
+
+
+class _Whole(Watched):
+    """A block that reports all that it returns."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self._layer(*args, **kwargs)
+        self._seen(returned)
+        return returned
+
+
+class _FirstOnly(_Whole):
+    """A block that returns None in the place of all but the first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = super().__call__(*args, **kwargs)
+        return returned if isinstance(returned, Tensor) else as_returned(returned[0], len(returned))
+
+
+def _ignores_more(cut: CutModel, hidden: Tensor, output: Tensor) -> bool:
+    try:
+        return torch.equal(output, _run_seen(cut, hidden, _FirstOnly, []))
+    except _FAULTS:
+        return False
+
+
+def _run_seen(cut: CutModel, hidden: Tensor, kind: type[_Whole], seen: list[Any]) -> Tensor:
+    table = list(cut.table(cut.blocks))
+    for block in cut.blocks:
+        table[block] = kind(table[block], seen.append)
+    return cut.run(Call(blocks=cut.blocks, table=table, attention=cut.attention), hidden)
+
+
+def _check_inputs(cut: CutModel, hidden: Tensor) -> None:
+    """Checks that hidden states are all that blocks depend on."""
+    name, output = type(cut.model).__name__, _run(cut, hidden)
+    if not bool(output.isfinite().all()):
+        raise UnsupportedError(
+            f"blocks of {name} take more than hidden states: what it computes from its embeddings goes into several of "
+            "them; use a model of another family"
+        )
+    cut.token = 1
+    try:
+        other = _run(cut, hidden)
+    finally:
+        del cut.token
+    if not torch.equal(output, other):
+        raise UnsupportedError(f"blocks of {name} depend on the ids of tokens: use a model of another family")
 
 
 def _is_packable(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> bool:
     """Compares two sessions that run apart with the same two packed."""
-    if not cut.model._supports_attention_backend or not has_fixed_positions(cut.config):
+    is_plain = all(layout.is_plain for layout in layouts.values())
+    if not is_plain or not cut.model._supports_attention_backend or not has_fixed_positions(cut.config):
         return False
     caches = [KVCache(KVPool(1 << 62), layouts, cut.blocks, 1, cut.device) for _ in range(2)]
     steps = [
@@ -84,9 +158,51 @@ def _is_packable(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) 
     except (UnsupportedError, RuntimeError, TypeError, ValueError, AttributeError, KeyError) as exc:
         log.info("%s cannot be packed, sessions run one by one: %s", type(cut.model).__name__, exc)
         return False
+    return all(_distance(one.hidden, two.hidden) < _tolerance(cut) for one, two in zip(apart, packed, strict=True))
+
+
+def _takes_several(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> bool:
+    """Compares two tokens that follow cached ones at once with the same two one by one.
+
+    Mamba-1 of transformers forgets its state in the first case.
+    """
+    if all(layout.is_plain for layout in layouts.values()):
+        return True
+
+    def added(*sizes: int) -> Tensor:
+        session = _Session(cut, layouts)
+        # What blocks add: small ones hardly change what they are given.
+        return torch.cat([session.run(part) for part in hidden.split(sizes, dim=1)], dim=1) - hidden
+
+    # Where a family is right, they differ by rounding; where not, running one by one costs time only.
+    return _distance(added(1, 1, 1), added(1, 2)) < (1e-3 if cut.dtype == torch.float32 else 0.05)
+
+
+def _never_called(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> frozenset[tuple[int, str]]:
+    session = _Session(cut, layouts)
+    session.run(hidden[:, :2])
+    # Some are called with a prompt only, as Mamba's convolution is: an adapter would hold for that alone.
+    of_step = never_called(cut, lambda: session.run(hidden[:, 2:]))
+    return of_step | never_called(cut, lambda: _run(cut, hidden))
+
+
+class _Session:
+    """One session of a model, whose memory is not counted."""
+
+    def __init__(self, cut: CutModel, layouts: Mapping[int, BlockKV]) -> None:
+        self._cut = cut
+        self._cache = KVCache(KVPool(1 << 62), layouts, cut.blocks, 1, cut.device)
+
+    def run(self, hidden: Tensor) -> Tensor:
+        self._cache.reserve(hidden.shape[1])
+        output = self._cut.step(StepInputs(cache=self._cache, blocks=self._cut.blocks, hidden=hidden)).hidden
+        self._cache.advance(hidden.shape[1])
+        return output
+
+
+def _tolerance(cut: CutModel) -> float:
     # Far above rounding, even where it sends a token to another expert; far below the effect of foreign tokens.
-    tolerance = 0.02 if cut.dtype == torch.float32 else 0.1
-    return all(_distance(one.hidden, two.hidden) < tolerance for one, two in zip(apart, packed, strict=True))
+    return 0.02 if cut.dtype == torch.float32 else 0.1
 
 
 def _distance(one: Tensor, two: Tensor) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.blocks.kv import BlockKV, KVCache
+from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,20 @@ class SpanSpec:
     def kv_token_bytes(self) -> int:
         """Bytes that one token of one row takes in the caches of all blocks."""
         return sum(layout.token_bytes for layout in self.kv_layouts.values())
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes that one row takes there at any length: its states, and those before the last step."""
+        return 2 * sum(layout.row_bytes for layout in self.kv_layouts.values())
+
+    def kv_tokens(self, num_bytes: int) -> int:
+        """Returns how many tokens of one row fit into ``num_bytes``, in whole pages.
+
+        If a row takes the same memory at any length, each one that fits counts as the model's longest.
+        """
+        if self.kv_token_bytes:
+            return max(0, num_bytes - self.kv_row_bytes) // (self.kv_token_bytes * PAGE_TOKENS) * PAGE_TOKENS
+        return num_bytes // self.kv_row_bytes * self.max_positions if self.kv_row_bytes else 0
 
 
 @dataclass(frozen=True, kw_only=True)

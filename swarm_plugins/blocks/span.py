@@ -1,22 +1,20 @@
 """A span that servers run: blocks of a model, the caches of its sessions, and their budget.
 
 `Span.forward` is stateless and differentiable. `Span.step` appends to the caches of sessions; several sessions run as
-one packed forward. A step may run in the middle of a forward or its backward, in the same thread, from
-`Span.on_block_boundary`.
+one packed forward. A step may run in the middle of a forward or its backward, or of another session's step, in the same
+thread, from `Span.on_block_boundary`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVCache, KVPool
-from swarm_plugins.blocks.norms import weight_norms
 from swarm_plugins.blocks.probe import Traits, has_fixed_positions
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
@@ -30,22 +28,27 @@ class Span:
     """
 
     on_block_boundary: Callable[[], None] | None = None
-    """Called between blocks of `forward` and of its backward; may call `step`."""
+    """Called between blocks of `forward` and of its backward, and of a step alone. It may call `step`, and is None
+    meanwhile: that one is not interrupted."""
 
     def __init__(self, cut: CutModel, traits: Traits, pool: KVPool, experts: ExpertCache | None = None) -> None:
+        layouts = traits.kv_layouts
         self.spec = SpanSpec(
             blocks=cut.blocks,
             hidden_size=cut.hidden_size,
             dtype=cut.dtype,
             device=cut.device,
             max_positions=int(getattr(cut.config, "max_position_embeddings", 0) or 1 << 20),
-            kv_layouts=traits.kv_layouts,
-            has_fixed_positions=has_fixed_positions(cut.config),
+            kv_layouts=layouts,
+            has_fixed_positions=has_fixed_positions(cut.config) and all(one.is_plain for one in layouts.values()),
             makes_masks=getattr(cut.config, "sliding_window", None) is not None,
         )
         self.model = cut.model
         self.pool = pool
         self.is_packable = traits.is_packable
+        self.never_called = traits.never_called
+        """Block and path of modules whose weight is read by others: adapters there would do nothing."""
+        self._takes_several = traits.takes_several
         self._cut = cut
         self._experts = experts
 
@@ -57,7 +60,7 @@ class Span:
     @property
     def free_tokens(self) -> int:
         """Tokens that the KV budget still has room for, in all blocks."""
-        return self.pool.free_tokens(self.spec.kv_token_bytes)
+        return self.spec.kv_tokens(self.pool.free_bytes)
 
     def close(self) -> None:
         """Closes the readers of offloaded experts; the span cannot run afterwards. Idempotent."""
@@ -72,10 +75,6 @@ class Span:
         """
         return self._cut.module(block, path)
 
-    def weight_norms(self, adapter: LoadedAdapter) -> tuple[Tensor, ...]:
-        """Returns the norms of weights that an adapter's layers start from, in the order of these layers."""
-        return weight_norms(adapter, lambda layer: cast(nn.Linear, self.module(layer.block, layer.module)))
-
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> KVCache:
         """Opens a session's cache; see `SpanRunner`."""
         self._check_blocks(blocks)
@@ -85,7 +84,7 @@ class Span:
                 cache.reserve(prefix[0].shape[2])
                 for block, keys, values in zip(blocks, prefix[::2], prefix[1::2], strict=True):
                     cache.append(block, keys, values)
-                cache.length = prefix[0].shape[2]
+                cache.advance(prefix[0].shape[2])
             except BaseException:
                 cache.close()
                 raise
@@ -118,11 +117,27 @@ class Span:
             if len(steps) > 1 and self.is_packable:
                 outputs = self._cut.step_packed(steps)
             else:
-                outputs = [self._cut.step(step) for step in steps]
+                outputs = [self._step(step) for step in steps]
         for step in steps:
-            step.cache.length += step.hidden.shape[1]
+            step.cache.advance(step.hidden.shape[1])
         # Copies: tensors made in inference mode could not go into a graph later.
         return [output.map(torch.clone) for output in outputs]
+
+    def _step(self, step: StepInputs) -> SpanOutputs:
+        """Runs a session's new tokens alone."""
+        if self._takes_several or step.hidden.shape[1] == 1 or not step.cache.length:
+            return self._cut.step(step, self.on_block_boundary)
+        cache, outputs = step.cache, []
+        length, states = cache.length, cache.states
+        try:
+            for token in range(step.hidden.shape[1]):
+                outputs.append(self._cut.step(step.take_tokens(token, token + 1), self.on_block_boundary))
+                cache.advance(1)
+            made = cache.states
+        finally:
+            cache.length, cache.states = length, states
+        cache.new_states = made
+        return join_outputs(outputs, dim=1)
 
     def _check_step(self, step: StepInputs, blocks: range) -> None:
         cache = step.cache
@@ -133,6 +148,12 @@ class Span:
         self._check_shapes(step, cache.length)
         if step.hidden.shape[0] != cache.batch_size:
             raise ConfigError(f"hidden states have {step.hidden.shape[0]} rows, the session has {cache.batch_size}")
+        mask, num_new = step.attention_mask, step.hidden.shape[1]
+        if cache.has_states and cache.length and mask is not None and not bool(mask[:, -num_new:].all()):
+            raise ConfigError(
+                "padding among new tokens that follow cached ones: blocks with states of fixed size see it in the "
+                "first step only, send the whole prompt with that"
+            )
 
     def _check_blocks(self, blocks: range) -> None:
         own = self.spec.blocks

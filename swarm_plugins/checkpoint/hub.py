@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.utils import build_hf_headers
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 10.0
 _STREAMS = 4
 _CONFIG_FILE = "config.json"
+_MAX_SMALL_BYTES = 500_000_000
+"""Largest file without weights that is downloaded: more than any index has."""
 
 
 class HubFiles:
@@ -85,7 +89,11 @@ class HubFiles:
         return self._names
 
     def path(self, file: str) -> Path:
-        """Downloads a small file to the cache."""
+        """Downloads a whole file to the cache.
+
+        Raises:
+            CheckpointError: If it cannot be fetched, or is not of weights and far too large.
+        """
         with self._translated():
             # By the revision as given, since that makes the cache remember its commit.
             path = self._store(file, self._asked)
@@ -94,17 +102,24 @@ class HubFiles:
             return path
 
     def _store(self, file: str, revision: str) -> Path:
-        return Path(
-            hf_hub_download(
-                self.version.name,
-                file,
-                revision=revision,
-                cache_dir=self._cache_dir,
-                token=self._token,
-                endpoint=self._endpoint,
-                etag_timeout=_ANSWER_S,
-            )
+        download: Any = functools.partial(
+            hf_hub_download,
+            self.version.name,
+            file,
+            revision=revision,
+            cache_dir=self._cache_dir,
+            token=self._token,
+            endpoint=self._endpoint,
+            etag_timeout=_ANSWER_S,
         )
+        if not file.endswith(".safetensors"):
+            num_bytes = download(dry_run=True).file_size or 0
+            if num_bytes > _MAX_SMALL_BYTES:
+                raise CheckpointError(
+                    f"{self.label}/{file} has {num_bytes} bytes, and is not a file of weights: at most "
+                    f"{_MAX_SMALL_BYTES} are downloaded; do not trust this checkpoint"
+                )
+        return Path(download())
 
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
         """Returns the first bytes of a file and its size, if the server tells it."""

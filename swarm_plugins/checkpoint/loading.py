@@ -127,6 +127,11 @@ def leave_out(model: nn.Module, paths: Iterable[str]) -> None:
         model.set_submodule(path, nn.Identity())
 
 
+def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the part of a config that a class takes: a text model's, of a multimodal one."""
+    return config if type(config) is model_class.config_class else config.get_text_config(decoder=True)
+
+
 def class_for_task(config: PreTrainedConfig, what: str, *tasks: Mapping[Any, Any]) -> type[PreTrainedModel]:
     """Returns the class that transformers' mappings of tasks have for a config: the one it names, or else the first.
 

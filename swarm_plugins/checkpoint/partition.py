@@ -1,19 +1,25 @@
 """Which tensors of a checkpoint belong to which block, and which to the client.
 
-The layer list of a model is found by the class that HF names in ``_no_split_modules``, never by an attribute's
-name. Checkpoints spell the path to it with or without the base model's prefix (``model.layers.3.`` or
-``layers.3.``), depending on the class that saved them; both are understood.
+The layer list of a model is found by the class that HF names in ``_no_split_modules``, or by its length where none is
+named, never by an attribute's name. Checkpoints spell the path to it with or without the base model's prefix
+(``model.layers.3.`` or ``layers.3.``), depending on the class that saved them; both are understood. Where there are
+other lists as well, such as a vision tower's, transformers' own rules for renaming tell which one is the decoder's.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.fingerprint import tensors_fingerprint
+from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -30,6 +36,10 @@ def layer_list_name(model: nn.Module) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and all(_is_any(layer, classes) for layer in module)
     ]
+    if not classes:
+        found = [name for name, module in model.named_modules() if _is_like_layers(module, model)]
+    if len(found) > 1:
+        found = _in_decoder(model, found) or found
     if len(found) == 1:
         return found[0]
     what = f"{type(model).__name__} has {len(found)} lists of decoder layers ({', '.join(found) or 'none'})"
@@ -37,6 +47,24 @@ def layer_list_name(model: nn.Module) -> str:
         f"{what} of the classes {', '.join(sorted(classes)) or '(none named)'} in _no_split_modules; exactly one is "
         "supported, as in decoder-only language models"
     )
+
+
+def _in_decoder(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns which modules are in the language model of one that takes images or sound as well."""
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    # One config for both: the decoder is not a language model by itself, but half of an encoder-decoder.
+    if decoder is None or type(decoder.config) is type(model.config):
+        return []
+    inside = {id(module) for module in decoder.modules()}
+    return [name for name in names if id(model.get_submodule(name)) in inside]
+
+
+def _is_like_layers(module: nn.Module, model: nn.Module) -> bool:
+    """Returns whether a module is a list of as many equal modules as the model has layers; for the oldest families."""
+    num_layers = getattr(getattr(model, "config", None), "num_hidden_layers", 0)
+    if not isinstance(module, nn.ModuleList) or not 0 < len(module) == num_layers:
+        return False
+    return len({type(layer) for layer in module}) == 1 and next(module.parameters(), None) is not None
 
 
 def _is_any(module: nn.Module, classes: set[str]) -> bool:
@@ -62,21 +90,55 @@ def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     Raises:
         CheckpointError: If no tensor matches the layer list, or tensors under several paths do.
     """
-    # The model's own spelling, then without leading parts (saved from a base model), then with more of them.
+    prefixes = _PREFIXES.setdefault(checkpoint, {})
+    if layer_path not in prefixes:
+        prefixes[layer_path] = _find_prefix(checkpoint, layer_path)
+    return prefixes[layer_path]
+
+
+_PREFIXES: WeakKeyDictionary[Checkpoint, dict[str, str]] = WeakKeyDictionary()
+
+
+def _find_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
+    # The model's own spelling, then without leading parts (saved from a base model), then others.
     parts = layer_path.split(".")
     for start in range(len(parts)):
         prefix = ".".join(parts[start:]) + "."
         if any(_index_of(name, prefix) is not None for name in checkpoint.tensors):
             return prefix
-    longer = re.compile(rf"(.+\.{re.escape(layer_path)}\.)\d+\.")
-    prefixes = {match[1] for name in checkpoint.tensors if (match := longer.match(name))}
-    if len(prefixes) == 1:
-        return prefixes.pop()
-    found = f"the candidates {', '.join(sorted(prefixes))}" if prefixes else ", ".join(list(checkpoint.tensors)[:3])
+    examples: dict[str, str] = {}
+    for name in checkpoint.tensors:
+        if match := _IN_LIST.match(name):
+            examples.setdefault(match[1], name)
+    longer = [prefix for prefix in examples if prefix.endswith(f".{layer_path}.")]
+    found = longer if len(longer) == 1 else _of_decoder(checkpoint, parts[-1], examples)
+    if len(found) == 1:
+        return found[0]
+    some = f"the candidates {', '.join(sorted(examples))}" if examples else ", ".join(list(checkpoint.tensors)[:3])
     raise CheckpointError(
-        f"{checkpoint.name} has no tensors named '{layer_path}.<index>.': found {found}; config and weights do not "
+        f"{checkpoint.name} has no tensors named '{layer_path}.<index>.': found {some}; config and weights do not "
         "belong together"
     )
+
+
+_IN_LIST = re.compile(r"(.+?\.)\d{1,6}\.")
+"""A tensor of a module in a list: all up to the index."""
+
+
+def _of_decoder(checkpoint: Checkpoint, list_name: str, examples: Mapping[str, str]) -> list[str]:
+    """Returns the prefixes whose tensors transformers loads into the decoder layers of the causal language model.
+
+    Args:
+        checkpoint: The checkpoint.
+        list_name: Name that the list of layers must have in the model.
+        examples: One tensor's name for each prefix.
+    """
+    outline = meta_model(checkpoint.config, torch.float32)
+    conversions, path = Conversions(outline), layer_list_name(outline)
+    if path.rpartition(".")[2] != list_name:
+        return []
+    targets = ((prefix, conversions.target(name)[0]) for prefix, name in examples.items())
+    return [prefix for prefix, to in targets if to.startswith(f"{path}.") and conversions.is_known(to)]
 
 
 def block_tensors(checkpoint: Checkpoint, layer_path: str, blocks: range) -> list[str]:
@@ -136,7 +198,21 @@ def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ..
 
 
 def _num_blocks(checkpoint: Checkpoint) -> int:
-    return int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+    return num_blocks_of(checkpoint.config)
+
+
+def num_blocks_of(config: PreTrainedConfig) -> int:
+    """Returns the number of decoder layers that a config names.
+
+    Raises:
+        UnsupportedError: If it names none.
+    """
+    found = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if not isinstance(found, int):
+        raise UnsupportedError(
+            f"the config of model_type {config.model_type!r} has no number of decoder layers: use a decoder-only model"
+        )
+    return found
 
 
 def _index_of(name: str, prefix: str) -> int | None:

@@ -23,6 +23,7 @@ from swarm_plugins.versions import ModelVersion
 
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
+_MAX_CONFIG_BYTES = 16 << 20
 # Smaller reads are over before a bar is worth looking at.
 _PROGRESS_BYTES = 64 << 20
 _FETCH_BYTES = 4 << 20
@@ -181,7 +182,7 @@ class Checkpoint:
         """
         if _GENERATION_FILE not in self._files.names():
             return None
-        path = self._files.path(_GENERATION_FILE)
+        path = _small_file(self._files, _GENERATION_FILE)
         try:
             config: GenerationConfig = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
         except (OSError, ValueError) as exc:
@@ -218,7 +219,7 @@ def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
             "of a transformers model"
             + (" (this one holds an adapter: give its base model)" if "adapter_config.json" in names else "")
         )
-    path = files.path(_CONFIG_FILE)
+    path = _small_file(files, _CONFIG_FILE)
     try:
         # Code from the checkpoint is never run.
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -236,6 +237,18 @@ def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
         ) from exc
     _check_kernels(config, f"{files.label}/{_CONFIG_FILE}")
     return config
+
+
+def _small_file(files: CheckpointFiles, name: str) -> Path:
+    """Returns the path of a file that transformers will parse: in memory, it takes many times its size."""
+    path = files.path(name)
+    num_bytes = path.stat().st_size
+    if num_bytes > _MAX_CONFIG_BYTES:
+        raise CheckpointError(
+            f"{files.label}/{name} has {num_bytes} bytes, a config has at most {_MAX_CONFIG_BYTES}: do not trust this "
+            "checkpoint"
+        )
+    return path
 
 
 def _check_kernels(config: PreTrainedConfig, label: str) -> None:

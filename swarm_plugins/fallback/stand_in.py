@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import threading
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarm_plugins.book.record import Expected, PeerBook
+from swarm_plugins.routing import SpanChoice
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.local import LocalRoutes
 
@@ -29,9 +31,9 @@ _IDLE_S = 60.0
 _LOOK_S = 5.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Hosted:
-    """Blocks that run here."""
+    """Blocks that run here; no block does twice."""
 
     peer: str
     blocks: range
@@ -58,26 +60,36 @@ class StandIn:
         # Nothing else ends the servers of a model that is gone.
         weakref.finalize(self, _abandon, self._hosted, local).atexit = False
 
-    async def stand_in(self, blocks: range) -> str:
-        """Loads blocks that no server holds, unless they are here already; returns the peer that serves them.
+    async def stand_in(self, blocks: range) -> list[SpanChoice]:
+        """Loads the blocks that are not here yet; returns a chain that runs all blocks.
+
+        Each block is loaded once: servers that announce themselves and refuse, whatever blocks they claim by turns,
+        cannot make this process hold more than the model.
 
         Raises:
             CheckpointError: If the blocks cannot be read.
         """
         async with self._lock:
-            for hosted in self._hosted.values():
-                if blocks.start >= hosted.blocks.start and blocks.stop <= hosted.blocks.stop:
-                    hosted.used_at = time.monotonic()
-                    return hosted.peer
-            log.warning("no server holds blocks %d:%d: they run here until one does", blocks.start, blocks.stop)
-            hosted = await asyncio.to_thread(self._host, blocks)
-            self._hosted[hosted.peer] = hosted
-            self._local.serve(hosted.peer, hosted.served.handlers)
-            self._book.observe(hosted.peer, Expected(_STEP_S, _TOKEN_S * len(blocks)))
-            if self._freeing is None or self._freeing.done():
-                freeing = _free_unused(self._hosted, self._local, self._book)
-                self._freeing = asyncio.create_task(freeing, name="free blocks")
-            return hosted.peer
+            here = {block: one for one in self._hosted.values() for block in one.blocks}
+            chain: list[SpanChoice] = []
+            for known, group in itertools.groupby(blocks, here.get):
+                run = list(group)
+                part = range(run[0], run[-1] + 1)
+                hosted = known or await self._load(part)
+                hosted.used_at = time.monotonic()
+                chain.append(SpanChoice(hosted.peer, part.start, part.stop))
+            return chain
+
+    async def _load(self, blocks: range) -> _Hosted:
+        log.warning("no server holds blocks %d:%d: they run here until one does", blocks.start, blocks.stop)
+        hosted = await asyncio.to_thread(self._host, blocks)
+        self._hosted[hosted.peer] = hosted
+        self._local.serve(hosted.peer, hosted.served.handlers)
+        self._book.observe(hosted.peer, Expected(_STEP_S, _TOKEN_S * len(blocks)))
+        if self._freeing is None or self._freeing.done():
+            freeing = _free_unused(self._hosted, self._local, self._book)
+            self._freeing = asyncio.create_task(freeing, name="free blocks")
+        return hosted
 
     def _host(self, blocks: range) -> _Hosted:
         # Late: loads what a server needs, now that this client has to be one.

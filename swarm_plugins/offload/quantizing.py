@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece, check_inside, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.offload.formats.experts import QuantizedFormat, half_type, matrix_format, turn, turned
 from swarm_plugins.offload.formats.linears import PARTS, quantizable_linears
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
@@ -91,7 +92,7 @@ def quantize_checkpoint(
         check_space(target, expert_bytes + sum(moe.checkpoint.tensors[name].num_bytes for name in moe.others))
         moe.store.fetch()
         others, linears = other_tensors(moe.load_rest(_CPU), other_bits)
-        save_file(others, work / _OTHERS_FILE)
+        _save(others, work / _OTHERS_FILE)
         weight_map = dict.fromkeys(others, _OTHERS_FILE)
         del others
         weight_map |= _write_experts(moe, formats, work, progress)
@@ -106,6 +107,13 @@ def quantize_checkpoint(
         (work / MANIFEST_FILE).write_bytes(manifest.with_config(work / CONFIG_FILE).encode())
         other_bytes = (work / _OTHERS_FILE).stat().st_size
     return QuantizedSize(expert_bytes, other_bytes)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as exc:
+        raise CheckpointError(f"{path} cannot be written ({one_line(exc)}): free some space and try again") from exc
 
 
 class _LayerFormat:

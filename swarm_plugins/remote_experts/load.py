@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
@@ -58,7 +59,7 @@ def load_remote_experts(
     opened = (connection or connect(initial_peers, config or SwarmConfig())).start()
     if opened.peers is None or opened.network is None:
         raise ConfigError("the connection is closed: give an open one")
-    num_blocks = int(moe.config.get_text_config(decoder=True).num_hidden_layers)
+    num_blocks = num_blocks_of(moe.config)
     version = moe.checkpoint.version if moe.quantized is None else moe.quantized.manifest.base_version
     view = HolderView(
         opened.network,

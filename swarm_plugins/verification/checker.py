@@ -152,10 +152,11 @@ class Checker:
         if finding.others:
             others = ", ".join(finding.others)
             raise WrongAnswerError(f"server {server.peer} gave another answer than {others}: {reason}")
-        # Hundreds of MB are written and read again, at times: not on the loop.
-        evidence = await asyncio.to_thread(self._saved, server.peer, finding, reason)
-        self.quarantine.add(server.peer, model=self._model, reason=reason, evidence=evidence)
+        self.quarantine.add(server.peer, model=self._model, reason=reason)
         log.warning("server %s is quarantined for a day: %s", server.peer, reason)
+        # At times hundreds of MB are written and read again: not on the loop, and once nobody uses the server any more.
+        if evidence := await asyncio.to_thread(self._saved, server.peer, finding, reason):
+            self.quarantine.add(server.peer, model=self._model, reason=reason, evidence=evidence)
         raise WrongAnswerError(f"server {server.peer} gave a wrong answer and is quarantined: {reason}")
 
     def _saved(self, peer: str, finding: Finding, reason: str) -> str:

@@ -37,6 +37,8 @@ _MAX_FILES = 32
 _MAX_FILE_BYTES = 1 << 30
 _MAX_BYTES = 4 << 30
 """Of all files together."""
+_LATEST = 1 << 37
+"""Unix time in the year 6325: later dates cannot be shown."""
 
 
 class OpenedFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,7 +179,10 @@ def read_evidence(path: Path) -> Evidence:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-        return msgspec.msgpack.decode(path.read_bytes(), type=Evidence)
+        evidence = msgspec.msgpack.decode(path.read_bytes(), type=Evidence)
+        if not 0 <= evidence.at < _LATEST:
+            raise ValueError(f"it is of the time {evidence.at}")
+        return evidence
     except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as exc:
         raise CheckpointError(
             f"{path} is not readable evidence ({one_line(exc)}): ask its sender for it again"

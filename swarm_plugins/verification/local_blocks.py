@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.versions import ModelVersion
@@ -201,7 +202,7 @@ class LocalBlocks:
     @_in_thread
     def _look_whether_fits(self, num_blocks: int) -> bool:
         checkpoint = self._opened()
-        total = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+        total = num_blocks_of(checkpoint.config)
         num_bytes = sum(info.num_bytes for info in checkpoint.tensors.values())
         return checkpoint.directory is not None and num_blocks * num_bytes <= self.limit_bytes * total
 

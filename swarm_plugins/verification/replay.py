@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
-from swarm_plugins.errors import ProtocolError
+from swarm_plugins.errors import CapacityError, ProtocolError, SwarmError, is_out_of_memory, one_line
 from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
@@ -56,10 +56,22 @@ async def replay(evidence: Evidence, blocks: LocalBlocks) -> list[Verdict]:
     """Checks the signatures of evidence and computes its blocks again; the answer is wrong if a verdict says so.
 
     Raises:
-        ProtocolError: If a signature, a digest or a frame does not fit: then the evidence shows nothing.
+        ProtocolError: If a signature, a digest or a frame does not fit, or the tensors do not fit each other: then the
+            evidence shows nothing.
+        CapacityError: If memory does not suffice.
         SwarmError: If the blocks cannot be read or run here.
     """
-    return await checked(evidence)(blocks)
+    try:
+        return await checked(evidence)(blocks)
+    except SwarmError:
+        raise
+    except Exception as exc:
+        if is_out_of_memory(exc):
+            # The machine is at fault: the evidence may well show something.
+            text = f"too little memory to replay the evidence ({one_line(exc)}): free some, or use another machine"
+            raise CapacityError(text) from exc
+        # Of any kind, from any line that meets a tensor of another shape: who has made the evidence may sign anything.
+        raise ProtocolError(f"the evidence shows nothing: it cannot be replayed ({one_line(exc)})") from exc
 
 
 def checked(evidence: Evidence) -> Replay:

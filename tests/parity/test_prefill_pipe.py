@@ -175,7 +175,7 @@ def test_an_adapter_that_a_server_drops_between_chunks_is_uploaded_again(
         async def drop(number: int, inputs: StepInputs) -> None:
             if number == 4:
                 for service in swarm.services.values():
-                    service.adapters._held.clear()
+                    service.adapters.clear()
 
         before_steps(monkeypatch, drop)
         assert decode(far).equal(want)

@@ -217,7 +217,7 @@ def test_an_adapter_that_a_server_drops_between_steps_costs_an_upload_and_no_rep
         third = swarm.services[swarm.peers[2]]
 
         async def drop() -> None:
-            third.adapters._held.clear()
+            third.adapters.clear()
 
         # A token, by the second server.
         strike_at_push(monkeypatch, 6, drop, is_sent=False)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.demo.writing import Shards, new_folder
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.model.outline import experts_modules, meta_model
+from swarm_plugins.offload.model.outline import experts_modules
 
 _ABOUT_FILE = "random_model.json"
 _FORMAT = 1

@@ -17,9 +17,10 @@ from recipes.benchmarks.offload.model import default_folder, olmoe_config, write
 from recipes.benchmarks.offload.plot import draw_expert_use, recorded_use
 from recipes.benchmarks.offload.worker import ArmProcess, Job
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.model.outline import experts_modules, meta_model
+from swarm_plugins.offload.model.outline import experts_modules
 from swarm_plugins.offload.plan.forecast import Speeds, forecast
 from swarm_plugins.offload.plan.measure import step_seconds
 from swarm_plugins.offload.plan.plan import measured_disk

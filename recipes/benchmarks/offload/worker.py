@@ -25,11 +25,12 @@ from recipes.benchmarks.arms import frozen, generate
 from recipes.benchmarks.memory_group import MemoryGroup
 from recipes.benchmarks.offload.figures import ArmName
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.child import Child, answer, jobs
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.model.outline import meta_model, stored_dtype
+from swarm_plugins.offload.model.outline import stored_dtype
 from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.sizes import format_bytes
 

@@ -18,10 +18,10 @@ from transformers import (
 
 from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, take_generation_config
+from swarm_plugins.checkpoint.outline import build_outline
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.interfaces import FLOATS
 from swarm_plugins.offload.model.outline import (
-    build_outline,
     check_picks,
     experts_modules,
     refuse_quantized,

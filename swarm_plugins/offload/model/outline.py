@@ -1,58 +1,17 @@
-"""A model without storage, built from a config that may come from anyone: what is wrong with it is one error."""
+"""What a mixture-of-experts checkpoint and the model without storage of its config say of each other."""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
-from swarm_plugins.checkpoint.loading import CONSTRUCTION, class_for_task
-from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
+from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.moe import is_fused_experts
-
-
-def build_outline(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, name: str
-) -> PreTrainedModel:
-    """Returns a model on the meta device.
-
-    Raises:
-        CheckpointError: If the config is wrong.
-        UnsupportedError: If the model needs a package that is not installed.
-    """
-    try:
-        with CONSTRUCTION, torch.device("meta"):
-            model: PreTrainedModel = model_class._from_config(copy.deepcopy(config), dtype=dtype)
-    except ImportError as exc:
-        raise UnsupportedError(
-            f"{name}: HF's {model_class.__name__} needs another package ({one_line(exc, with_kind=True)}): "
-            "install it, or remove the setting that asks for it from config.json"
-        ) from exc
-    except Exception as exc:
-        # Any kind, from any line of HF's model that meets an unexpected number.
-        raise CheckpointError(
-            f"{name}: HF's {model_class.__name__} cannot be made of its config ({one_line(exc, with_kind=True)}): "
-            "correct config.json, or fetch the checkpoint again"
-        ) from exc
-    return model
-
-
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the causal language model of a config on the meta device, in evaluation mode.
-
-    Raises:
-        CheckpointError: If the config is wrong.
-        UnsupportedError: If transformers has no causal language model for it.
-    """
-    model_class = class_for_task(config, "causal language model", MODEL_FOR_CAUSAL_LM_MAPPING)
-    model = build_outline(model_class, config, dtype, config.name_or_path or "this config")
-    model.eval()
-    return model
 
 
 def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:

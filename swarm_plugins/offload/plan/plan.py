@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache.budget import choose_device, free_bytes, free_host_bytes
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.model.outline import meta_model
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
 from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes

@@ -10,24 +10,21 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     Transpose,
-    WeightConverter,
-    WeightRenaming,
     dot_natural_key,
-    rename_source_key,
 )
 
 from swarm_plugins.checkpoint import TensorInfo, find_layers, layer_list_name
+from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.offload.interfaces import FLOATS
 
@@ -75,7 +72,7 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
             model's own; names it.
         UnsupportedError: If experts are stored as codes, or otherwise than as byte ranges.
     """
-    rules = _Rules(model)
+    rules = Conversions(model)
     layers = {
         f"{path}.{name}": layer
         for layer, path in experts.items()
@@ -101,33 +98,6 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
     return Located({layer: tuple(tensors) for layer, tensors in found.items()}, others)
 
 
-class _Rules:
-    """What transformers' loader does with the names of a model's tensors."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        rules: Sequence[Any] = get_model_conversion_mapping(model)
-        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        self._state: dict[str, Any] = model.state_dict()
-        self._prefix = model.base_model_prefix
-
-    def target(self, name: str) -> tuple[str, str | None]:
-        """Returns the parameter that a tensor would go to, and the pattern that converts it, or None."""
-        rename: Callable[..., tuple[str, str | None]] = rename_source_key
-        target, pattern = rename(name, self._renamings, self._converters, self._prefix, self._state)
-        if target not in self._state and name in self._state:
-            target, pattern = name, None
-        return target, pattern
-
-    def is_known(self, target: str) -> bool:
-        return target in self._state
-
-    def converter(self, patterns: Sequence[str]) -> Any:
-        """Returns the rule that has these patterns, or None if nothing is converted."""
-        return self._by_pattern.get(patterns[0])
-
-
 def _check_unused(names: Sequence[str], used: Sequence[TensorInfo]) -> None:
     """Refuses scales next to weights of experts: without them the weights are not the model's numbers."""
     modules = {info.name.rpartition(".")[0] for info in used}
@@ -141,7 +111,7 @@ def _check_unused(names: Sequence[str], used: Sequence[TensorInfo]) -> None:
 
 
 def _expert_tensor(
-    model: PreTrainedModel, target: str, parts: Mapping[str, list[TensorInfo]], rules: _Rules
+    model: PreTrainedModel, target: str, parts: Mapping[str, list[TensorInfo]], rules: Conversions
 ) -> ExpertTensor:
     expected = tuple(model.get_parameter(target).shape)
     if 0 in expected:

@@ -1,13 +1,17 @@
-"""Of what transformers hands to a layer, servers get positions, padding and the cache; anything else is refused."""
+"""Of what a decoder is called with, servers get positions and padding; other tensors are refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers import AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicCache
 
 from swarm_plugins.backbone.arguments import by_name, read_arguments
+from swarm_plugins.backbone.attention import register_attention
 from swarm_plugins.errors import UnsupportedError
 
 HIDDEN = torch.zeros(2, 4, 8)
@@ -16,8 +20,8 @@ RESTARTED = torch.tensor([[0, 1, 0, 1]])
 PADDED = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
 
 
-def mask_of(**kwargs: object) -> Tensor | None:
-    return read_arguments(HIDDEN, kwargs).attention_mask
+def mask_of(cache: Cache | None = None, **called_with: object) -> Tensor | None:
+    return read_arguments(HIDDEN, called_with, cache).attention_mask
 
 
 def filled_cache() -> DynamicCache:
@@ -45,8 +49,8 @@ def test_padding_is_sent_as_bool(dtype: torch.dtype) -> None:
     [
         pytest.param({}, False, id="packed-without-mask-or-cache"),
         pytest.param({"attention_mask": torch.ones(2, 4)}, True, id="mask"),
-        pytest.param({"past_key_values": DynamicCache()}, True, id="empty-cache"),
-        pytest.param({"past_key_values": filled_cache()}, False, id="filled-cache-is-a-session"),
+        pytest.param({"cache": DynamicCache()}, True, id="empty-cache"),
+        pytest.param({"cache": filled_cache()}, False, id="filled-cache-is-a-session"),
     ],
 )
 def test_restarted_positions_are_told_apart_from_packed_sequences(kwargs: dict[str, object], is_sent: bool) -> None:
@@ -57,37 +61,40 @@ def test_restarted_positions_are_told_apart_from_packed_sequences(kwargs: dict[s
         assert mask.all()
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "layer_past", "past_key_value"])
-def test_the_cache_is_found_under_any_name(name: str) -> None:
-    cache = DynamicCache()
-    assert read_arguments(HIDDEN, {name: cache, "use_cache": True}).cache is cache
-    assert read_arguments(HIDDEN, {name: None}).cache is None
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_the_padding_of_masks_that_generate_has_made_is_found(kinds: int) -> None:
+    make: Callable[..., Tensor] = AttentionMaskInterface()[register_attention()]
+    mask = make(batch_size=2, q_length=4, kv_length=9, attention_mask=PADDED).contiguous()
+    assert mask.all()
+    found = mask_of(attention_mask=mask if kinds == 1 else {"full": mask, "sliding": mask})
+    assert found is not None
+    assert torch.equal(found, PADDED.bool())
 
 
-def test_what_every_layer_gets_is_known() -> None:
-    embeddings = (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4))
-    read_arguments(HIDDEN, {"position_embeddings": embeddings, "cache_position": torch.arange(4), "use_cache": False})
+def test_what_every_decoder_gets_is_known() -> None:
+    known = {"input_ids": torch.zeros(2, 4), "cache_position": torch.arange(4), "use_cache": False}
+    read_arguments(HIDDEN, known, None)
 
 
-@pytest.mark.parametrize("name", ["alibi", "cu_seq_lens_q", "head_mask"])
+@pytest.mark.parametrize("name", ["token_type_ids", "cu_seq_lens_q", "head_mask"])
 def test_other_tensors_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"do not take the tensor argument\(s\) {name}; leave them out"):
-        read_arguments(HIDDEN, {name: torch.zeros(1)})
+        read_arguments(HIDDEN, {name: torch.zeros(1)}, None)
 
 
 def test_masks_of_another_shape_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"padding mask of shape \[batch, length\], got \(2, 1, 4, 4\)"):
-        read_arguments(HIDDEN, {"attention_mask": torch.ones(2, 1, 4, 4)})
+        read_arguments(HIDDEN, {"attention_mask": torch.ones(2, 1, 4, 4)}, None)
 
 
-class OldLayer(nn.Module):
-    """Takes its arguments by position, as older families do."""
+class OldDecoder(nn.Module):
+    """Takes its arguments by position."""
 
-    def forward(self, hidden_states: Tensor, mask: Tensor | None = None, layer_past: object = None) -> Tensor:
-        return hidden_states
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None, layer_past: object = None) -> Tensor:
+        return input_ids
 
 
 def test_positional_arguments_get_their_names() -> None:
-    assert by_name(OldLayer, (1, 2), {}) == {"mask": 1, "layer_past": 2}
-    assert by_name(OldLayer, (1,), {"layer_past": 3}) == {"mask": 1, "layer_past": 3}
-    assert by_name(OldLayer, (), {"layer_past": 3}) == {"layer_past": 3}
+    assert by_name(OldDecoder, (1, 2), {}) == {"input_ids": 1, "mask": 2}
+    assert by_name(OldDecoder, (1,), {"layer_past": 3}) == {"input_ids": 1, "layer_past": 3}
+    assert by_name(OldDecoder, (), {"layer_past": 3}) == {"layer_past": 3}

@@ -58,7 +58,7 @@ def plain(pair: Pair) -> list[Any]:
 def counted(pair: Pair, table: list[Any] | None) -> tuple[Operations, Tensor]:
     """Decodes a token after three others, with another table of blocks if one is given."""
     tables = pair.span._cut._tables
-    key = (BLOCKS.start, BLOCKS.stop)
+    key = (BLOCKS.start, BLOCKS.stop, 0)
     kept = pair.span._cut.table(BLOCKS)
     session = pair.span.new_cache(1, BLOCKS)
     try:

@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVCache, KVPool
+from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError, ConfigError
 
 LAYOUTS = {0: BlockKV(2, 3, 2, 3, torch.float32), 2: BlockKV(1, 8, 1, 4, torch.float16)}
 TOKEN_BYTES = (2 * 3 * 2) * 4 + (8 + 4) * 2
+LAYOUT = LAYOUTS[0]
+STATES = BlockKV(0, 0, 0, 0, torch.float32, row_bytes=1000)
 
 
 def session_of(pool: KVPool, rows: int = 1) -> KVCache:
@@ -139,10 +142,26 @@ def test_wrong_sizes_are_refused() -> None:
         session_of(KVPool(1 << 20), rows=0)
 
 
-def test_free_tokens_are_whole_pages() -> None:
-    pool = KVPool(3 * PAGE_TOKENS * TOKEN_BYTES - 1)
-    assert pool.free_tokens(TOKEN_BYTES) == 2 * PAGE_TOKENS
-    assert pool.free_tokens(0) == 0
+@pytest.mark.parametrize(
+    ("layouts", "num_bytes", "expected"),
+    [
+        pytest.param([LAYOUT] * 2, 6 * PAGE_TOKENS * LAYOUT.token_bytes - 1, 2 * PAGE_TOKENS, id="whole pages"),
+        pytest.param([LAYOUT, STATES], 2000 + PAGE_TOKENS * LAYOUT.token_bytes, PAGE_TOKENS, id="states first"),
+        pytest.param([LAYOUT, STATES], 1999, 0, id="no row"),
+        pytest.param([STATES], 4500, 2 * 512, id="states only"),
+        pytest.param([], 1 << 30, 0, id="nothing"),
+    ],
+)
+def test_tokens_that_memory_has_room_for(layouts: list[BlockKV], num_bytes: int, expected: int) -> None:
+    spec = SpanSpec(
+        blocks=range(len(layouts)),
+        hidden_size=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_positions=512,
+        kv_layouts=dict(enumerate(layouts)),
+    )
+    assert spec.kv_tokens(num_bytes) == expected
 
 
 class Watching(KVPool):

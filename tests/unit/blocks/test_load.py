@@ -137,7 +137,9 @@ def test_stored_quantized_is_refused_with_the_cure(tmp_path: Path) -> None:
         load_span(checkpoint, range(1))
 
 
-def test_blocks_with_a_recurrent_state_are_refused(tmp_path: Path) -> None:
+def test_the_states_of_a_recurrence_are_measured(tmp_path: Path) -> None:
     MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="only blocks with attention"):
-        load_span(Checkpoint.open(str(tmp_path)), range(1))
+    (layout,) = load_span(Checkpoint.open(str(tmp_path)), range(1)).spec.kv_layouts.values()
+    assert layout.token_bytes == 0
+    # 64 channels, of which the convolution keeps 4 inputs and the recurrence 16 states, in float32.
+    assert layout.row_bytes == 64 * (4 + 16) * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from blocks_kit import BLOCKS, NUM_BLOCKS, WIDTH, Pair, base, run_local, states
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from swarm_plugins.blocks import SpanInputs, load_span
 from swarm_plugins.blocks.calls import BlockList
 from swarm_plugins.blocks.cut_model import CutModel
+from swarm_plugins.blocks.outside import fill_in, take_out
 from swarm_plugins.blocks.probe import probe
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.testing.models import FAMILIES, tiny_model
@@ -174,16 +177,35 @@ def test_wrong_shapes_are_refused_with_their_values(llama: Pair, change: dict[st
         llama.span.forward(SpanInputs(**{"blocks": BLOCKS, "hidden": states(2, 3, WIDTH), **change}))
 
 
-def test_a_model_that_scales_embeddings_itself_is_refused() -> None:
+class Adding(LlamaDecoderLayer):
+    """Takes something else than hidden states."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, extra: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, *args, **kwargs) + extra
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        pytest.param(lambda model, ids: model.embed_tokens(ids), "take more than hidden states", id="embeddings"),
+        pytest.param(lambda model, ids: ids[..., None], "depend on the ids of tokens", id="ids"),
+        pytest.param(lambda model, ids: 0.5, None, id="constant"),
+    ],
+)
+def test_blocks_that_take_more_than_hidden_states_are_refused(
+    extra: Callable[[Any, Tensor], Any], reason: str | None
+) -> None:
     model = base(tiny_model("llama"))
-    model.norm = nn.Identity()
+    for layer in model.layers:
+        layer.__class__ = Adding
     model.layers = BlockList(model.layers)
     plain = type(model).forward
-    scaled = type("Scaling", (type(model),), {"forward": lambda self, **kwargs: plain(self, **scale(kwargs))})
-    model.__class__ = scaled
-    with pytest.raises(UnsupportedError, match="Scaling changes hidden states outside its blocks"):
+
+    def forward(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return plain(self, input_ids, extra=extra(self, input_ids), **kwargs)
+
+    model.__class__ = type("Feeding", (type(model),), {"forward": forward})
+    take_out(model, "layers")
+    fill_in(model, torch.float32, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=f"blocks of Feeding {reason}") if reason else nullcontext():
         probe(CutModel(model, "layers", BLOCKS, torch.float32))
-
-
-def scale(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, "inputs_embeds": kwargs["inputs_embeds"] * 2}

@@ -225,6 +225,7 @@ def test_a_step_inside_a_forward_and_its_backward_changes_neither(pair: Pair) ->
     def decode() -> None:
         # One session alone, and two packed, in turns; all get the same tokens.
         at = len(results)
+        pair.span.on_block_boundary = None
         if at < 6:
             inputs = hidden[:1, at : at + 1]
             results.append(pair.step(sessions[0], inputs))
@@ -232,6 +233,7 @@ def test_a_step_inside_a_forward_and_its_backward_changes_neither(pair: Pair) ->
                 [StepInputs(cache=session, blocks=BLOCKS, hidden=inputs) for session in sessions[1:3]]
             )
             torch.testing.assert_close(outputs[0].hidden, results[-1], **CLOSE)
+        pair.span.on_block_boundary = decode
 
     plain = hidden.clone().requires_grad_()
     expected = pair.forward(plain)
@@ -357,3 +359,25 @@ def test_session_of_part_of_the_blocks_caches_only_them(llama: Pair) -> None:
     assert torch.equal(outputs.hidden, expected)
     assert part.num_bytes == 64 * llama.span.spec.kv_token_bytes // 2
     part.close()
+
+
+def test_a_step_may_run_between_the_blocks_of_another_one(pair: Pair) -> None:
+    hidden = states(2, 9, WIDTH)
+    expected = [local_steps(pair, hidden[row : row + 1], (8,)) for row in range(2)]
+    sessions = [pair.span.new_cache(1, BLOCKS) for _ in range(2)]
+    found: list[Tensor] = []
+
+    def between() -> None:
+        pair.span.on_block_boundary = None
+        if len(found) < 2:
+            found.append(pair.step(sessions[1], hidden[1:, (0, 8)[len(found)] : (8, 9)[len(found)]]))
+        pair.span.on_block_boundary = between
+
+    pair.span.on_block_boundary = between
+    own = [pair.step(sessions[0], hidden[:1, :8]), pair.step(sessions[0], hidden[:1, 8:])]
+    pair.span.on_block_boundary = None
+    for outputs, wanted in ((own, expected[0]), (found, expected[1])):
+        for one, other in zip(outputs, wanted, strict=True):
+            assert torch.equal(one, other)
+    for session in sessions:
+        session.close()

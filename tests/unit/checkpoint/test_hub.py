@@ -338,6 +338,20 @@ def test_a_full_disk_is_said(hub: LocalHub, single: Path, cache: Path, monkeypat
         opened(hub, cache)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_file_too_large_for_what_it_is_is_not_downloaded(
+    hub: LocalHub, sharded: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "padded"))
+    with (folder / name).open("a") as file:
+        file.write(" " * 100_000)  # still JSON
+    hub.add(REPO, folder)
+    monkeypatch.setattr(hub_module, "_MAX_SMALL_BYTES", 50_000)
+    with pytest.raises(CheckpointError, match=rf"{name} has \d+ bytes, and is not a file of weights"):
+        opened(hub, cache)
+    assert hub.bytes_served(REPO, name) == 0
+
+
 def test_the_address_comes_from_the_environment(hub: LocalHub, single: Path, tmp_path: Path) -> None:
     sha = hub.add(REPO, single)
     code = (

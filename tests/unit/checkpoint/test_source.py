@@ -299,3 +299,12 @@ def test_more_blocks_than_tensors_are_refused_before_they_are_made(
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": num_blocks}))
     with pytest.raises((CheckpointError, UnsupportedError), match=r"num_hidden_layers"):
         Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_of_many_megabytes_is_not_parsed(single: Path, copy_of: Callable[[Path], Path], name: str) -> None:
+    folder = copy_of(single)
+    with (folder / name).open("a") as file:
+        file.write(" " * (17 << 20))
+    with pytest.raises(CheckpointError, match=rf"{name} has \d+ bytes, a config has at most 16777216"):
+        Checkpoint.open(folder).generation_config()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.book.record import PeerBook
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import MissingBlocksError
-from swarm_plugins.fallback.stand_in import StandIn
+from swarm_plugins.fallback.stand_in import StandIn, _Hosted
 from swarm_plugins.testing import InProcessSwarm, save_tiny
 
 IDS = torch.tensor([[5, 17, 99, 23, 64, 9], [31, 64, 9, 88, 12, 7]])
@@ -60,7 +62,7 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 
 def num_computing_of(served: list[Any]) -> int:
-    return sum(one.service.scheduler._thread is not None for one in served)
+    return sum(one.service.scheduler._thread._thread is not None for one in served)
 
 
 def test_work_goes_on_when_servers_go_and_moves_back_when_they_return(
@@ -120,6 +122,24 @@ def test_a_model_loads_though_nobody_serves_it(directory: Path) -> None:
     with InProcessSwarm(directory, spans=[(1, 2)], config=CONFIG) as swarm:
         model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         assert generated(model) == generated(local_model(directory))
+
+
+async def test_servers_that_claim_other_blocks_by_turns_make_no_block_load_twice(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+
+    def host(self: StandIn, blocks: range) -> Any:
+        loaded.extend(blocks)
+        return _Hosted(f"here{len(loaded)}", blocks, Mock(handlers={}))
+
+    monkeypatch.setattr(StandIn, "_host", host)
+    stand_in = StandIn(Mock(end=AsyncMock()), PeerBook(), Mock())
+    for start, stop in [(1, 2), (0, 2), (1, 3), (2, 3), (0, 4), (1, 4)]:
+        chain = await stand_in.stand_in(range(start, stop))
+        assert [block for one in chain for block in range(one.start, one.end)] == list(range(start, stop))
+    assert sorted(loaded) == [0, 1, 2, 3]
+    await stand_in.close()
 
 
 def test_without_it_missing_blocks_are_an_error(directory: Path) -> None:

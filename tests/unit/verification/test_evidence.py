@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 from lies_kit import train, with_liar
 from typer.testing import CliRunner
 
 from kits.liars import Liar, Lie
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.cli import app
-from swarm_plugins.errors import CheckpointError, ProtocolError
+from swarm_plugins.errors import CapacityError, CheckpointError, ProtocolError
 from swarm_plugins.transport.identity import new_identity
+from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse
+from swarm_plugins.transport.receipts import Signer
+from swarm_plugins.transport.wire import encode
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.evidence import Evidence, read_evidence
 from swarm_plugins.verification.local_blocks import LocalBlocks
@@ -50,6 +55,66 @@ def test_damaged_evidence_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="not readable evidence"):
             read_evidence(path)
+
+
+@pytest.mark.parametrize("at", [float("nan"), float("inf"), 1e300, -1.0])
+def test_evidence_of_an_impossible_time_is_refused(tmp_path: Path, at: float) -> None:
+    path = tmp_path / "x.evidence"
+    path.write_bytes(msgspec.msgpack.encode(Evidence(peer="x", model="m", reason="bad", at=at, adapters=())))
+    with pytest.raises(CheckpointError, match=r"not readable evidence \(it is of the time"):
+        read_evidence(path)
+
+
+def test_no_terminal_acts_on_what_evidence_says(llama: Path, tmp_path: Path) -> None:
+    text = f"\x1b]0;owned\x07\r\nWRONG {Checkpoint.open(llama).version}"
+    path = tmp_path / "x.evidence"
+    for model in (text, "another\x1b[2J\x9b2J"):
+        path.write_bytes(msgspec.msgpack.encode(Evidence(peer=text, model=model, reason=text, at=1e9, adapters=())))
+        result = CliRunner().invoke(app, ["audit", str(path), "--model", str(llama)], color=True)
+        assert result.exit_code in (1, 2)
+        assert "owned" in result.output
+        assert all(char.isprintable() or char == "\n" for char in result.output)
+        assert not any(line.startswith("WRONG") for line in result.output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("request_changes", "output"),
+    [
+        pytest.param({"start": 3, "end": 3}, (1, 5, 32), id="no-block"),
+        pytest.param({"prefix": (torch.zeros(1),) * 8}, (1, 5, 32), id="prefix"),
+        pytest.param({"attention_mask": torch.ones(1, 5)}, (1, 5, 32), id="mask"),
+        pytest.param({}, (2, 3, 4), id="output"),
+    ],
+)
+def test_evidence_of_tensors_that_do_not_fit_shows_nothing(
+    llama: Path, request_changes: dict[str, Any], output: tuple[int, ...]
+) -> None:
+    checkpoint, liar = Checkpoint.open(llama), new_identity()
+    version = checkpoint.version
+    fields = {"version": version.key, "start": 0, "end": 4, "hidden": torch.zeros(1, 5, 32), "nonce": b"x" * 16}
+    request = ForwardRequest(**(fields | request_changes))
+    signer = Signer(liar, version.key, "float32", "none")
+    answer, _ = signer.sign(request, ForwardResponse(hidden=torch.zeros(output)), b"")
+    evidence = Evidence(
+        peer=liar.peer_id,
+        model=str(version),
+        reason="bad",
+        at=1e9,
+        adapters=(),
+        request=b"".join(encode(request)),
+        answer=b"".join(encode(answer)),
+    )
+    with pytest.raises(ProtocolError, match="the evidence shows nothing: it cannot be replayed"):
+        asyncio.run(replay(evidence, LocalBlocks(lambda: checkpoint, limit_bytes=0)))
+
+
+def test_too_little_memory_clears_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_room(blocks: LocalBlocks) -> list[Any]:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("swarm_plugins.verification.replay.checked", lambda evidence: no_room)
+    with pytest.raises(CapacityError, match="too little memory to replay the evidence"):
+        asyncio.run(replay(cast(Any, None), cast(Any, None)))
 
 
 def test_swarm_audit_lists_replays_and_forgives(llama: Path, mixtral: Path, cache: Path) -> None:

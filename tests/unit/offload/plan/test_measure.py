@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.model.outline import meta_model
 from swarm_plugins.offload.plan import measure
 from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.testing.models import tiny_config

@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from swarm_plugins.checkpoint import Checkpoint, TensorInfo
+from swarm_plugins.checkpoint import Checkpoint, TensorInfo, conversions
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.offload.interfaces import ExpertKey
 from swarm_plugins.offload.model.outline import experts_modules
-from swarm_plugins.offload.store import locate as layout
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.locate import locate_experts
 
@@ -207,7 +206,7 @@ def converted_by(operation: object, monkeypatch: pytest.MonkeyPatch) -> None:
         WeightConverter("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", operations=[operation]),
         WeightConverter("mlp.experts.down_proj", "mlp.experts.down_proj", operations=[operation]),
     ]
-    monkeypatch.setattr(layout, "get_model_conversion_mapping", lambda model: rules)
+    monkeypatch.setattr(conversions, "get_model_conversion_mapping", lambda model: rules)
 
 
 def test_a_checkpoint_that_stores_experts_the_other_way_round_is_read_so(

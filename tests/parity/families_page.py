@@ -1,0 +1,102 @@
+"""Writes the page of model families, from the tables of the tests and from what each type's tiny model shows.
+
+``python tests/parity/families_page.py`` writes docs/reference/families.md; a test compares it with the tables.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import textwrap
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+
+import transformers
+from test_every_type import CRASHES, DECODERS, ENCODERS, REFUSED
+from transformers.utils.logging import disable_progress_bar
+from type_models import save_type
+
+from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.partition import num_blocks_of
+
+PAGE = Path(__file__).parent.parent.parent / "docs/reference/families.md"
+WHY = {
+    "do not run apart from each other": "more than one hidden state passes between layers, or layers take other inputs",
+    "take more than hidden states": "layers take what is computed from the embeddings",
+    "hands on more than hidden states": "layers hand on more than hidden states",
+    "does not call its layers one after another": "something is computed between layers",
+    "do not run with the caches of a server": "it has a cache of its own kind",
+    "cannot be served": "its states or windows are kept outside the caches that servers have",
+    "lacks .*: fetch it again": "its checkpoint keeps weights of blocks elsewhere",
+    "tensors that do not fit its config": "its blocks share weights",
+    "lists of decoder layers": "it has several lists of layers",
+    "has no number of decoder layers": "its layers run on patches of bytes",
+    "do not take the tensor argument": "it has two streams of attention",
+    "transformers has no model for model_type": "transformers has no class for its language model alone",
+}
+"""In the page's words, by the refusal."""
+UNBUILT = "transformers makes no model of its config"
+
+
+def page() -> str:
+    """Returns the page's text."""
+    version = ".".join(transformers.__version__.split(".")[:2])
+    works = [
+        f"| `{name}` | works | {kept} | {packed} |" for name in sorted(DECODERS) for kept, packed in [_shown(name)]
+    ]
+    reasons = {name: WHY[reason] for name, reason in REFUSED.items()} | dict.fromkeys(CRASHES, UNBUILT)
+    refused = [f"| `{name}` | refused | {reason} | |" for name, reason in sorted(reasons.items())]
+    total = len(DECODERS) + len(reasons)
+    encoders = (
+        f"Encoders whose causal language models run as well: {', '.join(f'`{one}`' for one in sorted(ENCODERS))}."
+    )
+    return f"""# Model families
+
+The types of causal language models of transformers {version}, by `model_type`. Of {total} decoders, {len(DECODERS)} run
+on a swarm: a tiny random model of each, on two servers, gives the tokens, logits and gradients of the local one. The
+others are refused when they are loaded, with the reason. A type that a later release brings is tried in the same way
+before it gets a line here.
+
+A session keeps *keys and values* of each token, *states* of a fixed size (of recurrences and convolutions), or an
+*indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward; the others take
+turns.
+
+| `model_type` | on a swarm | a session keeps, or why not | packed |
+|---|---|---|---|
+{_lines(works)}
+{_lines(refused)}
+
+{textwrap.fill(encoders, 120, break_on_hyphens=False)}
+"""
+
+
+def _lines(rows: Iterable[str]) -> str:
+    return "\n".join(rows)
+
+
+def _shown(model_type: str) -> tuple[str, str]:
+    """Returns what a session of a type keeps, and whether sessions are packed."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Checkpoint.open(save_type(model_type, Path(folder)))
+        with closing(load_span(checkpoint, range(num_blocks_of(checkpoint.config)))) as span:
+            layouts = span.spec.kv_layouts.values()
+            return _kept(layouts), "yes" if span.is_packable else "no"
+
+
+def _kept(layouts: Iterable[BlockKV]) -> str:
+    layouts = list(layouts)
+    kinds = {
+        "keys and values": any(one.key_heads for one in layouts),
+        "an indexer's keys": any(one.index_width for one in layouts),
+        "states": any(one.row_bytes for one in layouts),
+    }
+    return ", ".join(kind for kind, is_kept in kinds.items() if is_kept)
+
+
+if __name__ == "__main__":
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable(logging.WARNING)
+    PAGE.write_text(page())

@@ -1,0 +1,212 @@
+"""Every causal-LM type of the installed transformers is equal over a swarm, or refused by one sentence that says why.
+
+A type that a new release brings is in no table: look at what ``python tests/parity/every_type.py TYPE`` prints, and
+put it into one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_type import REFUSALS, compare, compare_with_local, outcome
+from package_imports import ROOT
+from safetensors.torch import load_file, save_file
+from type_models import TYPES, save_type
+
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
+from swarm_plugins.backbone import swarm_connection
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.blocks.runner import SpanInputs
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.partition import num_blocks_of
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+def _reasons(types: Mapping[str, str]) -> dict[str, str]:
+    """Returns the reason of each type, given the types of each reason."""
+    return {model_type: reason for reason, names in types.items() for model_type in _names(names)}
+
+
+# One for each way of attending, routing, norming, scaling, and keeping states; the others are slow.
+QUICK = (
+    "llama",
+    "gpt_oss",
+    "gemma2",
+    "deepseek_v3",
+    "olmo2",
+    "phi",
+    "stablelm",
+    "gpt_neox",
+    "persimmon",
+    "cohere",
+    "bloom",
+    "gpt2",
+    "mamba",
+    "qwen3_5_moe_text",
+    "nemotron_h",
+    "deepseek_v32",
+    "gemma3",
+    "qwen3_5",
+)
+DECODERS = {
+    *QUICK,
+    *_names("""
+        afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet codegen cohere2
+        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 diffllama doge dots1 dots3_note_text ernie4_5
+        ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma3_text glm glm4
+        glm4_moe glm4_moe_lite gpt-sw3 gpt_bigcode gpt_neo gpt_neox_japanese gptj granite granite_swa granitemoe
+        granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
+        hyperclovax inkling_text internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2
+        lfm2_moe lfm3 llama4_text mamba2 mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral
+        mixtral modernbert-decoder mpt nanochat nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe
+        qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2
+        vaultgemma xglm youtu
+    """),
+    # Language models in checkpoints with towers for images or sound.
+    *_names("""
+        dots3_note fuyu gemma3 got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe
+    """),
+}
+"""Decoders with the tokens, logits and gradients of the local model."""
+ENCODERS = _names("""
+    bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta roc_bert
+    xlm-roberta xlm-roberta-xl
+""")
+"""Encoders whose causal language models have them, too."""
+WORKS = {*DECODERS, *ENCODERS}
+
+REFUSED = _reasons({
+    "do not run apart from each other": "cpmant deepseek_v4 gemma3n_text hy_v4 qwen4_exp qwen4_exp_text reformer",
+    "take more than hidden states": "gemma4 gemma4_text",
+    "hands on more than hidden states": "glm_moe_dsa zaya",
+    "does not call its layers one after another": "gemma4_unified gemma4_unified_text",
+    "do not run with the caches of a server": "longcat_flash minimax minimax_m3_vl_text rwkv xlstm",
+    "cannot be served": "moshi recurrent_gemma",
+    "lacks .*: fetch it again": "gemma3n inkling2_text",
+    "tensors that do not fit its config": "zamba zamba2",
+    "lists of decoder layers": "git hrm_text",
+    "has no number of decoder layers": "blt",
+    "do not take the tensor argument": "xlnet",
+    "transformers has no model for model_type": "emu3 mllama",
+})  # fmt: skip
+"""Decoders that are refused, and what is said."""
+
+NOT_DECODERS = _reasons({
+    "lists of decoder layers": """
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
+        roberta-prelayernorm whisper xlm
+    """,
+    "hands on more than hidden states": "roformer",
+    "does not call its layers one after another": "big_bird",
+    "do not run apart from each other": "xmod",
+    "transformers has no model for model_type": "musicgen musicgen_melody trocr",
+})  # fmt: skip
+"""Encoders and encoder-decoders that are refused, and what is said."""
+
+CRASHES = {
+    "gemma4_assistant": "ValueError of transformers, from a config that no model can be made of",
+    "gemma4_unified_assistant": "as gemma4_assistant",
+}
+"""Types that do wrong: neither equal nor refused by a reason of ours."""
+
+TABLES = (WORKS, REFUSED, NOT_DECODERS, CRASHES)
+
+
+def _cases(types: Iterable[str], quick: Iterable[str]) -> list[Any]:
+    """Returns the types that the installed transformers has."""
+    found = sorted(set(types) & set(TYPES))
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in found]
+
+
+def _first(table: Mapping[str, str]) -> set[str]:
+    """Returns one type of each reason."""
+    return set({reason: model_type for model_type, reason in table.items()}.values())
+
+
+def test_each_type_of_transformers_is_in_one_table() -> None:
+    found = Counter(name for table in TABLES for name in table)
+    assert [name for name in TYPES if found[name] != 1] == []
+
+
+def test_the_page_of_families_says_the_same() -> None:
+    page = (ROOT / "docs/reference/families.md").read_text()
+    told = dict(re.findall(r"^\| `([^`]+)` \| (works|refused) \|", page, re.MULTILINE))
+    assert told == dict.fromkeys(DECODERS, "works") | dict.fromkeys([*REFUSED, *CRASHES], "refused")
+    assert f"Of {len(told)} decoders, {len(DECODERS)} run" in page
+    assert f"[{len(DECODERS)} of the {len(told)} decoder types]" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("model_type", _cases(WORKS, QUICK))
+def test_a_type_that_works_says_what_local_says(model_type: str, tmp_path: Path) -> None:
+    compare(model_type, save_type(model_type, tmp_path))
+
+
+@pytest.mark.parametrize("model_type", _cases(QUICK, QUICK))
+def test_each_block_of_a_span_runs_by_itself(model_type: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(save_type(model_type, tmp_path))
+    # Behind the first block alone, several are skipped.
+    with closing(load_span(checkpoint, range(num_blocks_of(checkpoint.config)))) as span:
+        hidden = torch.randn(2, 5, span.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+        whole = span.forward(SpanInputs(blocks=span.spec.blocks, hidden=hidden)).hidden
+        for block in span.spec.blocks:
+            hidden = span.forward(SpanInputs(blocks=range(block, block + 1), hidden=hidden)).hidden
+        assert torch.equal(hidden, whole)
+
+
+def test_of_a_checkpoint_with_a_tower_only_the_language_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_type("qwen3_5_moe", tmp_path)
+    # As published: layers that predict further tokens make another list.
+    weights = load_file(directory / "model.safetensors")
+    further = {f"mtp.layers.0.{name}": torch.zeros(2) for name in ("input_layernorm.weight", "mlp.gate.weight")}
+    tower = {"model.visual.blocks.0.norm1.weight": torch.zeros(2)}
+    save_file({**weights, **further, **tower}, directory / "model.safetensors")
+    read: list[str] = []
+    plain = Checkpoint.read
+
+    def recorded(self: Checkpoint, names: Iterable[str], **kwargs: Any) -> dict[str, torch.Tensor]:
+        read.extend(names := list(names))
+        return plain(self, names, **kwargs)
+
+    monkeypatch.setattr(Checkpoint, "read", recorded)
+    compare("qwen3_5_moe", directory)
+    assert {name.split(".")[0] for name in read} == {"model", "lm_head"}
+    assert not [name for name in read if name.startswith("model.visual.")]
+
+
+# What only servers' own processes do: they measure their blocks before they offer them.
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["bloom", "nemotron_h", "qwen3_5_moe_text"])
+def test_a_type_of_its_own_kind_is_served_by_processes(model_type: str, tmp_path: Path) -> None:
+    directory = save_type(model_type, tmp_path)
+    with LocalSwarm(directory, num_servers=2, dtype="float32") as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=swarm.initial_peers)
+        compare_with_local(remote, directory)
+        swarm_connection(remote).close()
+
+
+@pytest.mark.parametrize("model_type", _cases({**REFUSED, **NOT_DECODERS}, _first(REFUSED)))
+def test_a_refused_type_is_told_why(model_type: str, tmp_path: Path) -> None:
+    reason = {**REFUSED, **NOT_DECODERS}[model_type]
+    directory = save_type(model_type, tmp_path)
+    with pytest.raises(REFUSALS, match=reason) as refusal:
+        compare(model_type, directory)
+    assert re.fullmatch(r"[^\n]+", str(refusal.value))
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="CRASHES says how each of them fails", strict=True)
+@pytest.mark.parametrize("model_type", _cases(CRASHES, CRASHES))
+def test_no_type_fails_without_a_reason(model_type: str) -> None:
+    assert outcome(model_type).startswith(("equal", "refused"))

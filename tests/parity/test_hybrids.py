@@ -1,0 +1,139 @@
+"""Models with recurrent and convolution states: every way to generate, and servers that are lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from generation_modes import MODES
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
+from type_models import save_type
+
+from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.testing.in_process import InProcessSwarm
+
+TYPES = ("qwen3_5_moe_text", "nemotron_h")
+SOME_MODES = ("greedy_padded", "beam_padded", "prefill_in_chunks", "several_turns", "copied_cache", "without_cache")
+QUICK = SwarmConfig(max_retries=6, request_timeout_s=20.0)
+PROMPT = {"input_ids": torch.arange(5, 12)[None], "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_type(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def local(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def swarm(directory: Path, local: PreTrainedModel) -> Iterator[InProcessSwarm]:
+    last = local.config.num_hidden_layers
+    spans = [(0, 2), (2, last), (0, 2), (2, last)]
+    with InProcessSwarm(directory, spans=spans, config=QUICK) as running:
+        yield running
+
+
+@pytest.fixture
+def remote(directory: Path, swarm: InProcessSwarm) -> PreTrainedModel:
+    return AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+
+
+@pytest.mark.parametrize("name", SOME_MODES)
+def test_remote_says_what_local_says(name: str, remote: PreTrainedModel, local: PreTrainedModel) -> None:
+    assert MODES[name](remote, remote) == MODES[name](local, local)
+
+
+class Killer(LogitsProcessor):
+    """Kills a server that the running session uses, after some tokens."""
+
+    def __init__(self, swarm: InProcessSwarm) -> None:
+        self.swarm = swarm
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 4:
+            self.swarm.kill(next(peer for peer, service in self.swarm.services.items() if len(service.sessions)))
+        return scores
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
+def test_states_of_a_lost_server_are_rebuilt(
+    options: dict[str, int], swarm: InProcessSwarm, remote: PreTrainedModel, local: PreTrainedModel
+) -> None:
+    ids = torch.tensor([[5, 17, 99, 23, 64, 9, 88]])
+    wanted = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **options}
+    found = remote.generate(ids, logits_processor=[Killer(swarm)], **wanted)
+    assert torch.equal(found, local.generate(ids, **wanted))
+
+
+@torch.no_grad()
+def test_a_session_that_cannot_go_back_is_replayed(remote: PreTrainedModel, local: PreTrainedModel) -> None:
+    ids = torch.tensor([[5, 17, 99, 23, 64, 9, 88, 31, 40]])
+    cache = remote(ids[:, :4], use_cache=True).past_key_values
+    for token in (4, 5, 6):
+        remote(ids[:, token : token + 1], past_key_values=cache)
+    cache.crop(-2)  # to 5 tokens: the server has kept the states at 7 and at 6
+    other = torch.tensor([[60]])
+    found = remote(other, past_key_values=cache).logits
+    whole = local(torch.cat([ids[:, :5], other], dim=1), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+def tuned(model: PreTrainedModel, modules: str) -> PeftModel:
+    peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=modules.split(), task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in peft_model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+    return peft_model
+
+
+def gradients(model: PeftModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns logits, and the gradients of a loss by the adapter's parameter."""
+    ids = torch.arange(5, 19).reshape(2, 7)
+    logits = model(input_ids=ids, use_cache=False).logits
+    cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "modules"),
+    [
+        ("nemotron_h", "in_proj o_proj down_proj"),
+        ("qwen3_5_moe_text", "in_proj_qkv in_proj_a out_proj q_proj"),
+        ("mamba", "in_proj x_proj"),
+    ],
+)
+def test_lora_on_projections_of_mixers_is_that_of_the_local_model(
+    model_type: str, modules: str, tmp_path: Path
+) -> None:
+    directory = save_type(model_type, tmp_path)
+    local = tuned(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), modules)
+    with InProcessSwarm(directory, config=QUICK) as swarm:
+        remote = tuned(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection), modules)
+        (logits, found), (expected, wanted) = gradients(remote), gradients(local)
+        assert remote.generate(**PROMPT).tolist() == local.generate(**PROMPT).tolist()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert sorted(found) == sorted(wanted)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_lora_on_a_module_that_is_never_called_is_refused_by_name(tmp_path: Path) -> None:
+    # Mamba's mixer multiplies by the weight of dt_proj itself: locally, LoRA there is without effect.
+    directory = save_type("mamba", tmp_path)
+    with InProcessSwarm(directory, config=QUICK) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        with pytest.raises(SwarmError, match=r"mixer\.dt_proj, whose weight is read by another module: .*leave it out"):
+            gradients(tuned(remote, "dt_proj in_proj"))
