@@ -11,8 +11,8 @@ from swarm_plugins.transport.config import NodeConfig, ReachableConfig
 from swarm_plugins.transport.run_messages import MAX_RUN_PEERS
 
 _AGREED = ("outer_lr", "outer_momentum", "max_norm_ratio", "straggler_s", "dead_s")
-_FORMER_RULES = "alternate_lora=False, aggregation=mean"
-"""Rules that once were settings, so that peers of earlier versions with their defaults can take part."""
+_RULES = "aggregation=mean, norms=of two thirds, rounds=agreed"
+"""Rules that are not settings; peers of earlier versions have others, and are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class RunConfig(ReachableConfig):
     def rules(self) -> str:
         """What peers must agree on, for people; the text is compared as a whole."""
         agreed = (f"{name}={float(getattr(self, name))}" for name in _AGREED)
-        return ", ".join((_FORMER_RULES, *agreed))
+        return ", ".join((_RULES, *agreed))
 
     def node_in(self, initial_peers: tuple[str, ...], swarm_secret: Path | None) -> NodeConfig:
         """Returns the settings of the node by which other peers reach this one in a swarm."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from swarm_plugins.errors import ProtocolError, RefusedError, SwarmError, Transp
 from swarm_plugins.together.blobs import RPC
 from swarm_plugins.together.refusals import NotAdmittedError
 from swarm_plugins.transport.channel import Channel, Opener
-from swarm_plugins.transport.messages import Failure
+from swarm_plugins.transport.messages import Failure, Message
 from swarm_plugins.transport.run_messages import MAX_RUN_PEERS, RunStatus
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,25 @@ _SLOW_S = 0.5
 _MOST_FAILURES = 20
 _LOOK_UP_S = 15.0
 _ANNOUNCED_S = 120.0
+_IDLE_S = 60.0
+
+
+async def answer_all(channel: Channel, answer: Callable[[str, Message], Message]) -> None:
+    """Answers the requests of one stream until it ends, or says nothing for long.
+
+    Args:
+        channel: The stream.
+        answer: Takes the peer's id and its request; a NotAdmittedError or ProtocolError is the answer, too.
+    """
+    with contextlib.suppress(TransportError):
+        while (request := await channel.receive(timeout_s=_IDLE_S)) is not None:
+            try:
+                reply = answer(channel.remote_peer, request)
+            except NotAdmittedError as error:
+                reply = Failure(kind=error.kind, message=str(error))
+            except ProtocolError as error:
+                reply = Failure(kind="bad_request", message=str(error))
+            await channel.send(reply)
 
 
 class RunNetwork(Opener, Protocol):
@@ -79,7 +99,8 @@ class Greetings:
     def learn(self, peers: Iterable[str]) -> None:
         """Notes the ids of peers that may take part."""
         for peer in peers:
-            if peer == self._me or peer in self._known:
+            # Base58 ignores spaces: with them, one peer could go by many names.
+            if peer == self._me or peer in self._known or not peer.isalnum():
                 continue
             if len(self._known) >= 2 * MAX_RUN_PEERS:
                 worst = max(self._known, key=lambda one: self._failures[one])

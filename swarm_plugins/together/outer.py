@@ -171,7 +171,9 @@ def combine(
     """Returns the mean of updates, each with its samples, and their median norm.
 
     Samples are clipped to twice their median, and norms to ``max_norm_ratio`` times theirs, in which each update counts
-    by its samples: a short update of a peer that leaves must not clip the long ones of others. The median itself is
+    by its samples: a short update of a peer that leaves must not clip the long ones of others. Peers may claim
+    any number of samples, so the median is capped at the norm that two thirds of all updates do not exceed. As long as
+    no more than a third of the peers are hostile, some honest update has that norm or a larger one. The median is also
     kept near the ``typical`` norm of such a round, if there was one, so that no round of a few peers is far out.
     """
     if not updates:
@@ -180,6 +182,7 @@ def combine(
     weights = [min(float(samples), most) for _, samples in updates]
     norms = [update.norm for update, _ in updates]
     median = _lower_median([pair for pair in zip(norms, weights, strict=True) if pair[0] > 0])
+    median = min(median, sorted(norms)[(2 * len(norms) - 1) // 3])
     if typical > 0:
         median = min(max(median, typical / _MOST_GROWTH), typical * _MOST_GROWTH)
     bound = max_norm_ratio * median

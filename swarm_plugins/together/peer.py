@@ -1,16 +1,16 @@
-"""One peer of a run: tells others where it is, coordinates a round when its turn comes, and keeps the shared state.
+"""One peer of a run: tells others where it is, closes rounds together with them, and keeps the shared state.
 
 A round goes like this at every peer:
 
 1. It trains. Its statuses show the round, the digest of the shared state, and its steps.
 2. It contributes: keeps its update for others to fetch, and shows a signed contribution. Others that still train see
    that the round is closing, and contribute as well.
-3. Everybody fetches the updates of all. The coordinator, the first of all living peers by a hash of the round, lists
-   those that are here, once all have contributed or ``straggler_s`` is over, and signs the list: the round's record.
-4. Each peer with the record and its updates computes the next state, and passes the record on.
+3. Everybody fetches the updates of all. One peer proposes a record, the list of those that are here, once all have
+   contributed or ``straggler_s`` is over; the peers vote for it (`agreement`).
+4. Each peer that knows of enough votes computes the next state with the record's updates.
 
-If the coordinator is lost or stuck, the next one by the hash lists anew; by then a record that any living peer has is
-known to all. Peers that find themselves with different states take the one that most have.
+Only *members* have a vote: living peers that have had a state of this peer's, so that they train with it. A peer with
+work of its own takes over another state only if more than half of them have it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,31 @@ import contextlib
 import logging
 import time
 
-from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError, TransportError
+from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError
 from swarm_plugins.together.blobs import Blobs
+from swarm_plugins.together.closing import Closing
 from swarm_plugins.together.config import RunConfig
-from swarm_plugins.together.greetings import Greetings, RunNetwork
+from swarm_plugins.together.contributed import Contributed
+from swarm_plugins.together.expelled import Expelled
+from swarm_plugins.together.greetings import Greetings, RunNetwork, answer_all
 from swarm_plugins.together.outer import SharedState, read_state, state_bytes, update_bytes
-from swarm_plugins.together.refusals import NotAdmittedError, difference, refused
+from swarm_plugins.together.refusals import NotAdmittedError, check_admitted, refused
 from swarm_plugins.together.roster import Place, Roster
 from swarm_plugins.together.rounds import Round
 from swarm_plugins.together.signing import Seal
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import Failure, Message
-from swarm_plugins.transport.run_messages import BlobRequest, RoundRecord, RunSpec, RunStatus
+from swarm_plugins.transport.messages import Message
+from swarm_plugins.transport.run_messages import (
+    NO_VOTES,
+    BlobRequest,
+    Contribution,
+    RoundRecord,
+    RunSpec,
+    RunStatus,
+)
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 60.0
 _HURRY = 5
 """While a round closes, peers are asked so many times as often."""
 _MOST_TRIES = 5
@@ -59,14 +68,7 @@ class RunPeer:
     """
 
     def __init__(
-        self,
-        run_id: str,
-        seal: Seal,
-        network: RunNetwork,
-        own: SharedState,
-        *,
-        spec: RunSpec,
-        config: RunConfig,
+        self, run_id: str, seal: Seal, network: RunNetwork, own: SharedState, *, spec: RunSpec, config: RunConfig
     ) -> None:
         self.run_id = run_id
         self.me = seal.peer_id
@@ -75,7 +77,8 @@ class RunPeer:
         self._config = config
         self.progress: tuple[int, int, int] = (0, 0, 0)
         """Round, local steps in it, and samples; written by the trainer."""
-        self._roster = Roster(seal.run, self.me, dead_s=config.dead_s, max_peers=config.max_peers)
+        place = Place(own.round, own.digest)
+        self._roster = Roster(seal.run, self.me, place, dead_s=config.dead_s, max_peers=config.max_peers)
         self._blobs = Blobs(seal.run, network, transfer_s=config.transfer_s)
         self._greetings = Greetings(
             seal.run,
@@ -87,20 +90,19 @@ class RunPeer:
         )
         self.round = Round(own, self.me, config)
         """The round that this peer is in."""
+        self._closing = Closing(self.round, seal, config)
+        self._expelled = Expelled(run_id, seal)
+        self._contributed = Contributed(run_id, seal, config.identity)
+        self._signed: dict[str, Contribution] = {}
+        """What each peer was first seen to have signed for this round, itself or in a record."""
         self._blobs.keep(own.blob)
-        self._past: set[bytes] = set()
-        self._partners: set[str] = set()
-        """Peers with whom this one has trained, or whose state it has taken over when it joined."""
         self._is_joining = True
         self._has_warned = False
-        self._record_since = 0.0
         self._last_record: RoundRecord | None = None
         """Of the round before; None if it is not known."""
-        self._offered: RoundRecord | None = None
-        """The last record of this round that another peer has passed on, taken or not."""
         self._moved = asyncio.Event()
         self._wake = asyncio.Event()
-        self._is_leaving = False
+        self._is_ending = self._is_leaving = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -120,19 +122,23 @@ class RunPeer:
             ConfigError: If the peers train something else, or do not admit this one.
             TransportError: If the directory cannot be asked, or the state does not come.
         """
+        self._contributed.load()
+        self._show_again()
         await self._greetings.look_up()
+        # All that the directory names, then those that they know: the first voice must not decide.
         await self._greetings.greet(patience_s=_FIRST_S)
-        refusals = self._greetings.refusals
+        await self._greetings.greet(patience_s=_FIRST_S)
+        # Strangers cannot keep anybody from founding a run of its own peers.
+        refusals = {peer: why for peer, why in self._greetings.refusals.items() if self._seal.allows(peer)}
         if refusals and not self.living:
             raise refused(self.run_id, refusals)
         for peer, why in refusals.items():
             log.warning("run %s: cannot train with peer %s: %s", self.run_id, peer, why)
         # A fresh start gives way to any peer, a resumed one only to those that have come further.
-        place = self._place() if self.round.state.round else None
-        self._partners |= set(self.living)
+        is_resumed = self.round.state.round > 0
         try:
             async with asyncio.timeout(self._config.transfer_s):
-                while not await self._catch_up(place):
+                while not await self._catch_up(is_counted=is_resumed):
                     await asyncio.sleep(self._config.poll_s / _HURRY)
                     await self._greetings.greet()
         except TimeoutError as error:
@@ -155,28 +161,36 @@ class RunPeer:
         state, moved = self.round.state, self._moved
         if state.digest != base:
             return False
-        digest = self._blobs.keep(blob)
-        self.round.add(self.me, self._seal.contribution(round_=state.round, base=base, blob=digest, samples=samples))
-        self._wake.set()
-        config = self._config
+        own, config = None, self._config
         limit_s = config.straggler_s + config.max_peers * config.dead_s + 3 * config.transfer_s
         try:
             async with asyncio.timeout(limit_s):
+                # Never two to one round: they look like an attack.
+                if self.me not in self.round.contributions:
+                    digest = self._blobs.keep(blob)
+                    signed = self._seal.contribution(round_=state.round, base=base, blob=digest, samples=samples)
+                    await self._contributed.keep(signed, blob)
+                    own = signed if self.round.add(self.me, signed) else None
+                    self._wake.set()
                 await moved.wait()
         except TimeoutError as error:
             raise RequestTimeoutError(
                 f"round {state.round} of run {self.run_id!r} was not closed within {limit_s:g} s: check this machine's "
                 "network; training can be resumed from a checkpoint"
             ) from error
-        if self.round.state.round == state.round:
+        if own is None or self.round.state.round == state.round:
             return False
         record = self._last_record
         if record is None or (record.round, record.base) != (state.round, base):
             return None
-        return any(one.blob == digest for one in record.contributions)
+        return own in record.contributions
 
     async def linger(self) -> None:
-        """Waits, for ``dead_s`` at most, until the others have what they need of this peer to end its last round."""
+        """Waits, for ``dead_s`` at most, until the others have what they need of this peer to end its last round.
+
+        Its own state is final from now on: whoever is left, when others have gone, does not change it.
+        """
+        self._is_ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.dead_s):
                 while any(status.round < self.round.state.round for status in self.living.values()):
@@ -194,15 +208,7 @@ class RunPeer:
 
     async def answer(self, channel: Channel) -> None:
         """Answers the requests of one stream."""
-        with contextlib.suppress(TransportError):
-            while (request := await channel.receive(timeout_s=_IDLE_S)) is not None:
-                try:
-                    answer = self._answer(channel.remote_peer, request)
-                except NotAdmittedError as error:
-                    answer = Failure(kind=error.kind, message=str(error))
-                except ProtocolError as error:
-                    answer = Failure(kind="bad_request", message=str(error))
-                await channel.send(answer)
+        await answer_all(channel, self._answer)
 
     def _answer(self, peer: str, request: Message) -> Message:
         if isinstance(request, RunStatus):
@@ -213,11 +219,12 @@ class RunPeer:
         raise ProtocolError(f"expected a status of run {self.run_id!r} first, got a {type(request).__name__}")
 
     def _status_for(self, peer: str) -> RunStatus:
-        now, state, living = self.round, self.round.state, self.living
+        state, living = self.round.state, self.living
         round_, steps, samples = self.progress
         is_current = round_ == state.round
-        # Most peers know the last round; its record is long.
-        is_news = peer not in living or living[peer].state != state.digest or now.record is not None
+        # Until it is admitted, a peer is told only what peers of all versions can read.
+        theirs = living.get(peer)
+        is_here = theirs is not None and theirs.state == state.digest
         return RunStatus(
             run=self._seal.run,
             proof=self._seal.proof_for(peer),
@@ -227,47 +234,53 @@ class RunPeer:
             state=b"" if self._is_joining else state.digest,
             steps=steps if is_current else 0,
             samples=samples if is_current else 0,
-            contribution=now.contributions.get(self.me),
-            record=(now.record or self._last_record) if is_news else None,
+            contribution=self.round.contributions.get(self.me),
+            record=self._closing.shown if is_here else self._last_record if theirs else None,
+            votes=self._closing.agreement.votes if theirs and not self._is_joining else NO_VOTES,
+            evidence=self._expelled.against(theirs.peers) if theirs else (),
             peers=tuple(living),
             is_leaving=self._is_leaving,
         )
 
     def _heard(self, peer: str, status: RunStatus) -> None:
         """Takes a peer's status; raises ProtocolError if it cannot take part."""
-        self._check(peer, status)
+        check_admitted(self.run_id, self._seal, self._spec, peer, status)
+        if peer in self._expelled:
+            shown = "has shown different updates to one round: start again with another identity"
+            raise NotAdmittedError("refused", f"peer {peer} {shown}")
         if not self._roster.heard(peer, status, time.monotonic()):
             raise NotAdmittedError("refused", f"run {self.run_id!r} is full: {self._config.max_peers} peers take part")
         self._greetings.learn((peer,))
+        for evidence in status.evidence:
+            if accused := self._expelled.take(evidence, self._roster.known):
+                self._roster.forget(accused)
         if status.contribution is not None and not status.is_leaving:
-            if self._seal.contributor(status.contribution) != peer:
-                raise ProtocolError("a contribution signed by another peer")
-            if self.round.add(peer, status.contribution):
-                self._wake.set()
-        if status.record is not None and status.record != self.round.record:
-            self._consider(status.record)
+            self._take_contribution(peer, status.contribution)
+        if status.record is not None:
+            checked = self._closing.take(peer, status.record, self._roster.known)
+            for contributor, one in checked.by_contributor if checked else ():
+                self._compare(contributor, one)
+                # What one peer is shown, all learn of: nobody may find the others silent who know of no closing.
+                if contributor in self._roster.known and self.round.add(contributor, one):
+                    self._wake.set()
 
-    def _consider(self, record: RoundRecord) -> None:
-        """Takes a record of this round, if its coordinator and all that it lists are peers of the run."""
-        if Place(record.round, record.base) != self._place():
+    def _take_contribution(self, peer: str, contribution: Contribution) -> None:
+        if contribution == self.round.contributions.get(peer):
             return
-        coordinator, contributors = self._seal.check_record(record)
-        self._offered = record
-        is_known = {coordinator, *contributors} <= self._roster.known
-        if is_known and self.round.consider(record, {**self.living, self.me: self._status_for(self.me)}):
-            self._record_since = time.monotonic()
+        if self._seal.contributor(contribution) != peer:
+            raise ProtocolError("a contribution signed by another peer")
+        self._compare(peer, contribution)
+        if self.round.add(peer, contribution):
             self._wake.set()
 
-    def _check(self, peer: str, status: RunStatus) -> None:
-        if status.run != self._seal.run:
-            raise NotAdmittedError("wrong_run", f"this peer takes part in another run, named {self.run_id!r}")
-        if not self._seal.allows(peer):
-            raise NotAdmittedError("refused", f"peer {peer} is not among the allowed peers of run {self.run_id!r}")
-        if not self._seal.is_proved(peer, status.proof):
-            raise NotAdmittedError("refused", f"the secret of run {self.run_id!r} is another one, or is missing")
-        why = difference(self._spec, status.spec)
-        if why is not None:
-            raise NotAdmittedError("wrong_run", why)
+    def _compare(self, peer: str, contribution: Contribution) -> None:
+        """Expels a peer that has signed something else before."""
+        is_of_this = Place(contribution.round, contribution.base) == self._roster.place
+        if not is_of_this or peer not in self._roster.known:
+            return
+        first = self._signed.setdefault(peer, contribution)
+        if self._expelled.compare(peer, first, contribution):
+            self._roster.forget(peer)
 
     async def _run(self) -> None:
         while True:
@@ -285,90 +298,103 @@ class RunPeer:
 
     def _warn_of_others(self) -> None:
         now, lasting_s = time.monotonic(), self._config.straggler_s + self._config.dead_s
-        apart = self._roster.apart(self._place(), self._past, self._partners, now)
-        if not self._has_warned and (lasting := [peer for peer, since in apart.items() if now - since > lasting_s]):
+        lasting = [peer for peer, since in self._roster.apart(now).items() if now - since > lasting_s]
+        is_on_its_way = self._roster.majority(now) not in (None, self._roster.place)
+        if lasting and not self._has_warned and not is_on_its_way:
             self._has_warned = True
-            what = "began this run apart from this peer and trains another adapter; the two do not merge: stop one side"
-            log.warning("run %s: %s %s, and start it again", self.run_id, ", ".join(lasting), what)
+            what = "trains another adapter, begun apart from this peer's or parted from it by a divided network"
+            cure = "the two do not merge: stop one side, and start it again"
+            log.warning("run %s: %s %s; %s", self.run_id, ", ".join(lasting), what, cure)
 
     async def _turn(self) -> None:
         await self._greetings.greet()
+        if self._is_ending:
+            return
         self._warn_of_others()
-        now, living = self.round, self.living
-        for digest in now.missing:
+        now, known = self.round, {*self._roster.known, *self.round.contributions}
+        for digest in dict.fromkeys((*now.offered, *self._closing.wanted(known))):
             self._fetch(digest)
-        if now.record is None and now.contributions:
-            turn = self._roster.turn(now.state.round, living)
-            due = tuple(now.due({**living, self.me: self._status_for(self.me)}, turn).values())
-            if due:
-                now.record = self._seal.record(round_=now.state.round, base=now.state.digest, contributions=due)
-        if (record := now.ready()) is not None:
+        living = {**self.living, self.me: self._status_for(self.me)}
+        members = self._roster.members(time.monotonic())
+        record = self._closing.advance(members, living, known, time.monotonic())
+        if record is not None and now.has_all(record):
             is_long = len(now.state.blob) > _LONG_BYTES
             state = await asyncio.to_thread(now.after, record) if is_long else now.after(record)
             self._last_record = record
             listed = {peer for peer, one in now.contributions.items() if one in record.contributions}
-            self._partners |= listed
-            self._enter(state, absent=frozenset(living) - listed)
-            late = sorted(set(living) - listed)
+            late = set(self.living) - listed
+            self._enter(state, absent=frozenset(late))
             log.info(
                 "run %s: round %d had %d peers%s",
                 self.run_id,
                 record.round,
                 len(record.contributions),
-                f", without {', '.join(late)}" if late else "",
+                f", without {', '.join(sorted(late))}" if late else "",
             )
-        elif now.record is None or time.monotonic() - self._record_since > self._config.dead_s:
-            await self._catch_up(self._place())
-            self._drop_stuck(now)
-
-    def _drop_stuck(self, now: Round) -> None:
-        """Gives up a record whose updates have not come in time."""
-        if now.record is not None and time.monotonic() - self._record_since > self._config.transfer_s:
-            for digest in now.missing:
-                now.give_up(digest)
+        elif record is None or time.monotonic() - (self._closing.decided_at or 0.0) > self._config.dead_s:
+            await self._catch_up(is_counted=True)
 
     def _fetch(self, digest: bytes) -> None:
         now = self.round
         owners = [peer for peer, one in now.contributions.items() if one.blob == digest]
-        # Whoever has closed the round has all its updates; an owner may be gone.
-        ahead = [peer for peer, status in self.living.items() if status.round > now.state.round]
-        if self._blobs.want(digest, update_bytes(now.shapes), list(dict.fromkeys((*ahead, *owners, *self.living)))):
+        # Whoever votes for the update has it; its owner may be gone, or hold this peer up.
+        peers = dict.fromkeys((*self._closing.holders(digest), *owners, *self.living))
+        if self._blobs.want(digest, update_bytes(now.shapes), list(peers)):
             now.add_update(digest, self._blobs.get(digest) or b"")
-        elif self._blobs.tries(digest) >= _MOST_TRIES:
+        elif self._blobs.without(digest, tries=_MOST_TRIES) and digest in now.offered:
             log.warning("run %s: an update to round %d is lost", self.run_id, now.state.round)
             now.give_up(digest)
 
-    async def _catch_up(self, own: Place | None) -> bool:
-        """Takes over the state that most peers have; returns whether this peer has it."""
-        # Before it has work of its own, a peer follows all; later those whom it knows.
-        partners = self._partners if own is not None and own.round else None
-        best = self._roster.most_agreed(own, self._past, partners, time.monotonic())
-        if best is None or best == self._place():
+    async def _catch_up(self, *, is_counted: bool) -> bool:
+        """Takes over the state that most peers have; returns whether this peer has it.
+
+        Args:
+            is_counted: Whether this peer's own state counts.
+        """
+        now = time.monotonic()
+        # Before it has work of its own, a peer follows all; then those it trains with.
+        is_new = self._is_joining or not self.round.state.round
+        best = self._roster.most_agreed(now, is_counted=is_counted) if is_new else self._roster.majority(now)
+        if best is None or best == self._roster.place:
             return True
-        holders = [peer for peer, status in self.living.items() if status.state == best.digest]
+        holders = self._roster.holders(best, now)
         if not self._blobs.want(best.digest, state_bytes(self.round.shapes), holders):
-            if self._blobs.tries(best.digest) >= _MOST_TRIES:
-                self._past.add(best.digest)  # no peer serves it: try another state
+            self._roster.rule_out(best, self._blobs.without(best.digest, tries=_MOST_TRIES))
             return False
-        state = read_state(self._blobs.get(best.digest) or b"", self.round.shapes)
-        if state.round != best.round:
-            raise ProtocolError(f"a shared state of round {state.round}, announced as one of round {best.round}")
+        try:
+            state = read_state(self._blobs.get(best.digest) or b"", self.round.shapes)
+            if state.round != best.round:
+                raise ProtocolError(f"a shared state of round {state.round}, announced as one of round {best.round}")
+        except ProtocolError as error:
+            log.warning("run %s: %s", self.run_id, error)
+            self._roster.rule_out(best, holders)
+            return False
         log.info("run %s: took over the state of round %d from %d peer(s)", self.run_id, state.round, len(holders))
         # It tells whether this peer's update is in.
-        self._last_record = self._offered if best.round == self.round.state.round + 1 else None
+        self._last_record = self._closing.record_of(holders) if best.round == self.round.state.round + 1 else None
         self._enter(state)
         return True
-
-    def _place(self) -> Place:
-        return Place(self.round.state.round, self.round.state.digest)
 
     def _enter(self, state: SharedState, *, absent: frozenset[str] = frozenset()) -> None:
         """Begins a round."""
         before, self.round = self.round, Round(state, self.me, self._config, absent)
-        self._offered = None
-        self._past.add(before.state.digest)
+        quiet = self._closing.quiet_after(self.living)
+        self._closing = Closing(self.round, self._seal, self._config, quiet)
+        self._signed = {}
+        self._roster.enter(Place(state.round, state.digest))
         # Slower peers still fetch the updates of the round before.
-        kept = [one.blob for one in before.contributions.values()]
+        listed = () if self._last_record is None else self._last_record.contributions
+        kept = {one.blob for one in (*before.contributions.values(), *listed)}
         self._blobs.keep_only((*kept, self._blobs.keep(state.blob)))
+        self._show_again()
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
+
+    def _show_again(self) -> None:
+        """Shows what this peer had contributed to this round before it was started again."""
+        state = self.round.state
+        kept = self._contributed.to(state.round, state.digest)
+        if kept is not None:
+            self._blobs.keep(kept.update)
+            self.round.add(self.me, kept.contribution)
+            log.info("run %s: this peer has contributed to round %d before it was started", self.run_id, state.round)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from swarm_plugins.errors import ConfigError, ProtocolError, printable
-from swarm_plugins.transport.run_messages import RunSpec
+from swarm_plugins.together.signing import Seal
+from swarm_plugins.transport.run_messages import RunSpec, RunStatus
 
 
 class NotAdmittedError(ProtocolError):
@@ -15,6 +16,23 @@ class NotAdmittedError(ProtocolError):
     def __init__(self, kind: Literal["wrong_run", "refused"], message: str) -> None:
         super().__init__(message)
         self.kind: Literal["wrong_run", "refused"] = kind
+
+
+def check_admitted(run_id: str, seal: Seal, spec: RunSpec, peer: str, status: RunStatus) -> None:
+    """Checks that a peer may take part.
+
+    Raises:
+        NotAdmittedError: If it may not.
+    """
+    if status.run != seal.run:
+        raise NotAdmittedError("wrong_run", f"this peer takes part in another run, named {run_id!r}")
+    if not seal.allows(peer):
+        raise NotAdmittedError("refused", f"peer {peer} is not among the allowed peers of run {run_id!r}")
+    if not seal.is_proved(peer, status.proof):
+        raise NotAdmittedError("refused", f"the secret of run {run_id!r} is another one, or is missing")
+    why = difference(spec, status.spec)
+    if why is not None:
+        raise NotAdmittedError("wrong_run", why)
 
 
 def difference(ours: RunSpec, theirs: RunSpec) -> str | None:

@@ -1,10 +1,10 @@
-"""One round at one peer: who has contributed what, which record closes it, and the state after it. Knows no network."""
+"""One round at one peer: who has contributed what, which records are fair, and the state after it. Knows no network."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.together.config import RunConfig
@@ -37,10 +37,10 @@ class Round:
         self.shapes = state.shapes
         self.contributions: dict[str, Contribution] = {}
         """By peer, this one included."""
-        self.record: RoundRecord | None = None
-        """What closes the round, once it is known."""
         self._updates: dict[bytes, Update | None] = {}
         """Those that are here, by their digest; None: invalid."""
+        self._came: dict[bytes, float] = {}
+        """When each came."""
         self._lost: set[bytes] = set()
         self._closing_since: float | None = None
 
@@ -50,16 +50,23 @@ class Round:
         return 0.0 if self._closing_since is None else max(1e-9, time.monotonic() - self._closing_since)
 
     @property
-    def missing(self) -> list[bytes]:
-        """Updates that are not here: of all who have contributed, and of the record."""
-        listed = () if self.record is None else self.record.contributions
-        blobs = [one.blob for one in (*listed, *self.contributions.values())]
-        return [blob for blob in dict.fromkeys(blobs) if blob not in self._updates and blob not in self._lost]
+    def is_full(self) -> bool:
+        """Whether so many updates are here that no more are fetched: one key can sign any number."""
+        return len(self._updates) >= 4 * self._config.max_peers
+
+    def missing(self, contributions: Iterable[Contribution]) -> list[bytes]:
+        """Returns the updates that are not here."""
+        return [one.blob for one in contributions if one.blob not in self._updates]
+
+    @property
+    def offered(self) -> list[bytes]:
+        """Updates that others have contributed and that are not here, without those that no peer has."""
+        return [blob for blob in self.missing(self.contributions.values()) if blob not in self._lost]
 
     def add(self, peer: str, contribution: Contribution) -> bool:
         """Notes a peer's first contribution to this round; returns whether it is new."""
         is_of_this = (contribution.round, contribution.base) == (self.state.round, self.state.digest)
-        is_full = len(self.contributions) >= self._config.max_peers
+        is_full = len(self.contributions) >= self._config.max_peers and peer != self._me
         if not is_of_this or is_full or peer in self.contributions:
             return False
         self.contributions[peer] = contribution
@@ -69,6 +76,7 @@ class Round:
 
     def add_update(self, digest: bytes, blob: bytes) -> None:
         """Notes an update that has come. If it cannot be read, it is left out here as by all others."""
+        self._came.setdefault(digest, time.monotonic())
         try:
             self._updates[digest] = read_update(blob, self.shapes)
         except ProtocolError as error:
@@ -77,27 +85,32 @@ class Round:
             self._updates[digest] = None
 
     def give_up(self, digest: bytes) -> None:
-        """Marks an update as lost; a record that lists it is dropped."""
+        """Marks an update as lost: this peer proposes to close the round without it."""
         self._lost.add(digest)
-        if self.record is not None and any(one.blob == digest for one in self.record.contributions):
-            self.record = None
 
-    def consider(self, record: RoundRecord, living: Mapping[str, RunStatus]) -> bool:
-        """Takes a record if it lists more than the one before; returns whether it did.
+    def has_all(self, record: RoundRecord) -> bool:
+        """Returns whether all updates of a record are here, and can be read."""
+        return all(self._updates.get(one.blob) is not None for one in record.contributions)
 
-        A coordinator cannot leave others out as it likes. Before the deadline, no living peer may be late as far as
-        this peer knows, itself included, and all that have contributed are listed; after it, at least half of them.
+    def is_fair(self, record: RoundRecord, living: Mapping[str, RunStatus]) -> bool:
+        """Returns whether a record leaves out no more than it may.
+
+        Before the deadline, no living peer may be late as far as this peer knows, itself included, and all that have
+        contributed are listed; after it, at least half of them, and all whose updates a proposer has had time to fetch:
+        else it could list itself and as few others as it likes.
         """
-        listed = {one.blob for one in record.contributions}
-        if listed & self._lost or (self.record is not None and _weight(record) <= _weight(self.record)):
-            return False
-        held = [one.blob for one in self._usable(living).values() if one.blob in self._updates]
-        named = sum(blob in listed for blob in held)
-        is_over = self.closing_s > self._config.straggler_s
-        if (named < len(held) or self.late(living)) and not (is_over and 2 * named >= len(held)):
-            return False
-        self.record = record
-        return True
+        blobs = {one.blob for one in record.contributions}
+        usable = [one.blob for one in self._usable(living).values()]
+        here = [blob for blob in usable if blob in self._updates]
+        settled_since = time.monotonic() - self._config.dead_s
+        settled = [blob for blob in here if self._came[blob] <= settled_since]
+        if self._is_over and blobs.issuperset(settled) and 2 * sum(blob in blobs for blob in here) >= len(here):
+            return True
+        return blobs.issuperset(usable) and not self.late(living)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.closing_s > self._config.straggler_s
 
     def _usable(self, living: Mapping[str, RunStatus]) -> dict[str, Contribution]:
         """Returns the contributions of living peers, this one included, that are not lost or broken."""
@@ -124,17 +137,16 @@ class Round:
         """Returns the peers that the last round was closed without, and that have not contributed since."""
         return sorted(peer for peer in self._absent if peer in living and peer not in self.contributions)
 
-    def due(self, living: Mapping[str, RunStatus], turn: int) -> dict[str, Contribution]:
-        """Returns the contributions with which this peer closes the round now; empty if it does not.
+    def is_due(self, living: Mapping[str, RunStatus]) -> bool:
+        """Returns whether the round can be closed: all living peers have contributed, or the deadline is over."""
+        usable = self._usable(living)
+        is_complete = bool(usable) and not self.late(living) and not self.missing(usable.values())
+        return is_complete or self._is_over
 
-        The first in ``turn`` closes it when all living peers, this one included, have contributed, or when the deadline
-        is over; the next in turn ``dead_s`` later.
-        """
-        contributors = self._usable(living)
-        here = {peer: one for peer, one in contributors.items() if one.blob in self._updates}
-        is_complete = len(here) == len(contributors) and not self.late(living)
-        is_over = self.closing_s > self._config.straggler_s + turn * self._config.dead_s
-        return here if is_over or (is_complete and turn == 0) else {}
+    def due(self, living: Mapping[str, RunStatus]) -> dict[str, Contribution]:
+        """Returns the contributions with which this peer proposes to close the round now; empty if it does not."""
+        here = {peer: one for peer, one in self._usable(living).items() if one.blob in self._updates}
+        return here if self.is_due(living) else {}
 
     def gives_way(self, steps: int) -> bool:
         """Returns whether a peer that still trains contributes now what it has, since another one has.
@@ -145,11 +157,6 @@ class Round:
             return False
         is_enough = steps >= _MIN_STEPS_PART * self._config.steps_per_round
         return is_enough or self.closing_s > _PATIENCE_PART * self._config.straggler_s
-
-    def ready(self) -> RoundRecord | None:
-        """Returns the record if it is known and all that it lists is here."""
-        record = self.record
-        return record if record and all(one.blob in self._updates for one in record.contributions) else None
 
     def after(self, record: RoundRecord) -> SharedState:
         """Returns the state after this round, closed by a record whose updates are all here."""
@@ -165,7 +172,3 @@ class Round:
             momentum=self._config.outer_momentum,
             typical=typical,
         )
-
-
-def _weight(record: RoundRecord) -> tuple[int, bytes]:
-    return len(record.contributions), record.signature

@@ -16,15 +16,27 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.admission.gate import load_secret
 from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
-from swarm_plugins.transport.run_messages import Contribution, RoundRecord
+from swarm_plugins.transport.run_messages import Contribution, Evidence, RoundRecord
 
-_CONTRIBUTION, _RECORD = b"swarm_plugins contribution 1\0", b"swarm_plugins round 1\0"
+_CONTRIBUTION, _RECORD = b"swarm_plugins contribution 1\0", b"swarm_plugins round 2\0"
 _PROOF = b"swarm_plugins run secret 1\0"
 
 
 def run_hash(run_id: str) -> bytes:
     """Returns the name of a run on the wire."""
     return hashlib.blake2b(run_id.encode(), digest_size=20).digest()
+
+
+def list_digest(record: RoundRecord) -> bytes:
+    """Returns the digest of what a record lists, on which alone the state after the round depends."""
+    plain = [(one.public_key, one.blob, one.samples) for one in record.contributions]
+    return hashlib.blake2b(msgspec.msgpack.encode(plain), digest_size=20).digest()
+
+
+def is_contradiction(one: Contribution, other: Contribution) -> bool:
+    """Returns whether two contributions of one peer cannot both be honest."""
+    is_same_round = (one.round, one.base) == (other.round, other.base)
+    return is_same_round and (one.blob, one.samples) != (other.blob, other.samples)
 
 
 class Seal:
@@ -69,9 +81,10 @@ class Seal:
         plain = Contribution(round=round_, base=base, blob=blob, samples=samples, public_key=self._identity.public_key)
         return msgspec.structs.replace(plain, signature=self._identity.sign(self._bytes(_CONTRIBUTION, plain)))
 
-    def record(self, *, round_: int, base: bytes, contributions: tuple[Contribution, ...]) -> RoundRecord:
+    def record(self, *, round_: int, base: bytes, view: int, contributions: tuple[Contribution, ...]) -> RoundRecord:
         """Returns a signed record."""
-        plain = RoundRecord(round=round_, base=base, contributions=contributions, public_key=self._identity.public_key)
+        key = self._identity.public_key
+        plain = RoundRecord(round=round_, base=base, view=view, contributions=contributions, public_key=key)
         return msgspec.structs.replace(plain, signature=self._identity.sign(self._bytes(_RECORD, plain)))
 
     def contributor(self, contribution: Contribution) -> str:
@@ -82,20 +95,30 @@ class Seal:
         """
         return self._signer(_CONTRIBUTION, contribution)
 
-    def check_record(self, record: RoundRecord) -> tuple[str, list[str]]:
-        """Returns the coordinator that has signed a record, and its contributors in order.
+    def check_record(self, record: RoundRecord) -> list[str]:
+        """Returns the contributors of a signed record in order.
 
         Raises:
             ProtocolError: If a signature is wrong, a peer may not take part or is listed twice, or a contribution is of
                 another round.
         """
-        coordinator = self._signer(_RECORD, record)
+        self._signer(_RECORD, record)
         peers = [self.contributor(one) for one in record.contributions]
         if peers != sorted(set(peers)):
             raise ProtocolError("a record whose peers are not in order, or not distinct")
         if any((one.round, one.base) != (record.round, record.base) for one in record.contributions):
             raise ProtocolError("a record with a contribution of another round")
-        return coordinator, peers
+        return peers
+
+    def check_evidence(self, evidence: Evidence) -> None:
+        """Checks that a peer has contradicted itself.
+
+        Raises:
+            ProtocolError: If that is not shown.
+        """
+        peer, other = self.contributor(evidence.one), self.contributor(evidence.other)
+        if peer != other or not is_contradiction(evidence.one, evidence.other):
+            raise ProtocolError(f"evidence against peer {peer} that shows nothing")
 
     def _signer(self, domain: bytes, signed: Contribution | RoundRecord) -> str:
         peer = peer_id_of(signed.public_key)

@@ -12,6 +12,12 @@ from swarm_plugins.transport.server_info import BaseMessage
 MAX_RUN_PEERS = 64
 """Most peers of a run."""
 
+MAX_KEYS = 4
+"""Most views whose keys a peer names: the latest."""
+
+MAX_EVIDENCE = 2
+"""Most peers that one status accuses."""
+
 MAX_PART_BYTES = 1 << 20
 """Most bytes of a blob in one message: a slow line carries it within the deadline of a message."""
 
@@ -56,18 +62,50 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The contributions that make up a round, listed and signed by its coordinator."""
+    """The contributions that may make up a round, listed and signed by the proposer of a view."""
 
     round: Count
     base: Hash
     """Digest of the shared state before the round."""
+    view: Count
+    """The attempt at closing the round; see `swarm_plugins.together.agreement`."""
     contributions: Annotated[tuple[Contribution, ...], msgspec.Meta(min_length=1, max_length=MAX_RUN_PEERS)]
     public_key: PublicKey
     signature: Signature = b""
 
 
-class RunStatus(BaseMessage, frozen=True, kw_only=True):
-    """A peer's place in a run. Peers send it to each other, and answer it with their own."""
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A vote: for a list of contributions, named by its digest, in a view."""
+
+    view: Count
+    value: Hash
+
+
+class Votes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A peer's last votes on how its round is closed; see `swarm_plugins.together.agreement`."""
+
+    view: Count = 0
+    prevote: Mark | None = None
+    keys: Annotated[tuple[Mark, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
+    lock: Mark | None = None
+
+
+NO_VOTES = Votes()
+"""Takes no bytes: a field that is its default object is not sent."""
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two contributions of one peer to one round: it has shown others different updates."""
+
+    one: Contribution
+    other: Contribution
+
+
+class RunStatus(BaseMessage, frozen=True, kw_only=True, omit_defaults=True):
+    """A peer's place in a run. Peers send it to each other, and answer it with their own.
+
+    Defaults are omitted, so that peers of earlier versions can read a first status, and say why they refuse.
+    """
 
     run: Hash
     proof: Hash = b""
@@ -84,7 +122,11 @@ class RunStatus(BaseMessage, frozen=True, kw_only=True):
     contribution: Contribution | None = None
     """What it adds to this round; None while it trains."""
     record: RoundRecord | None = None
-    """The newest round that the sender knows to be closed, if the receiver may not know it."""
+    """For a receiver in the same round what is proposed to close it; for others what has closed the last one."""
+    votes: Votes = NO_VOTES
+    """On what closes this round."""
+    evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()
+    """Against peers that the receiver still takes part with."""
     peers: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_RUN_PEERS)] = ()
     """Other peers that it has heard from lately."""
     is_leaving: bool = False

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from recipes.benchmarks.links.transport import LineTransport
 from swarm_plugins.together.config import RunConfig
-from swarm_plugins.together.outer import first_state, write_update
+from swarm_plugins.together.outer import SharedState, first_state, write_update
 from swarm_plugins.together.peer import RunPeer
 from swarm_plugins.together.signing import Seal, run_hash
 from swarm_plugins.transport.channel import Channel
@@ -73,6 +73,7 @@ class Trainee:
         step_s: float = 1.0,
         run_id: str = "me/run",
         identity: Identity | None = None,
+        state: SharedState | None = None,
     ) -> None:
         identity = identity or identity_of(number)
         self.world = world
@@ -86,7 +87,7 @@ class Trainee:
             run_id,
             seal,
             world.network(self.peer_id),
-            first_state(weights),
+            state or first_state(weights),
             spec=spec,
             config=config,
         )

@@ -150,7 +150,7 @@ async def test_a_stranger_with_a_further_state_replaces_no_work(caplog: pytest.L
     await hostile.kill()
     await world.transport.close()
     assert sorted(alone.digests) == list(range(21))
-    warnings = [one.message for one in caplog.records if "began this run apart" in one.message]
+    warnings = [one.message for one in caplog.records if "begun apart" in one.message]
     assert len(warnings) == 1
     assert hostile.peer_id in warnings[0]
     assert max(np.abs(part).max() for part in alone.peer.round.state.weights) < 100

@@ -120,6 +120,20 @@ def test_a_huge_update_moves_the_mean_no_more_than_others_may(num_honest: int) -
     assert np.linalg.norm(flat(mean) - flat(without) * (1 - share)) <= 2.001 * max(norms) * share
 
 
+@pytest.mark.parametrize(("num_honest", "num_hostile"), [(2, 1), (5, 2), (7, 3), (8, 3), (12, 5)])
+def test_unequal_samples_let_no_third_of_the_updates_set_the_median_norm(num_honest: int, num_hostile: int) -> None:
+    # Half of the honest peers have made short rounds, and claims count as much as twice the median.
+    honest = [(update(seed), 1 if seed < num_honest // 2 else 100) for seed in range(num_honest)]
+    hostile = [(update(50 + seed, scale=30), 10**9) for seed in range(num_hostile)]
+    mean, median = combine([*honest, *hostile], **RULE)
+    most = max(one.norm for one, _ in honest)
+    assert median <= most
+    assert np.linalg.norm(flat(mean)) <= 2.001 * most
+    # Nor by changing nothing.
+    still = [(update(50 + seed, scale=0), 10**9) for seed in range(num_hostile)]
+    assert combine([*honest, *still], **RULE)[1] >= min(one.norm for one, _ in honest)
+
+
 def test_the_outer_step_is_nesterovs() -> None:
     state = first_state([np.asarray([1.0], np.float32)])
     for _ in range(2):
