@@ -93,7 +93,7 @@ chaos: export CHAOS_SEED := $(CHAOS_SEED)
 endif
 chaos: export CHAOS_SECONDS ?= 120
 chaos: $(STAMP)
-	$(BIN)/python -m pytest -n 0 -s -m hours tests/integration/test_chaos.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 0 -s -m hours tests/integration/test_chaos.py tests/integration/test_chaos_attacks.py $(PYTEST_ARGS)
 
 # The same faults each time, so that a failure belongs to the change.
 chaos-short: export CHAOS_SEED ?= 3796664094

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from swarm_plugins.cli.support.output import one_sentence_errors
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, printable
 
 
 def audit(
@@ -36,8 +36,9 @@ def audit(
 
         evidence = read_evidence(file)
         what = "session step" if evidence.session else "backward" if evidence.backward else "forward"
-        about = f"answered a {what} of {evidence.model} at {_date(evidence.at)}: {evidence.reason}"
-        typer.echo(f"evidence: {file}\npeer {evidence.peer} {about}")
+        model_name, reason = printable(evidence.model), printable(evidence.reason)
+        about = f"answered a {what} of {model_name} at {_date(evidence.at)}: {reason}"
+        typer.echo(f"evidence: {file}\npeer {printable(evidence.peer)} {about}")
         if model is None:
             typer.echo(f"replay it with: swarm audit {peer} --model MODEL")
         elif not _replay(evidence, model):

@@ -24,6 +24,8 @@ _MAX_NAME_CHARS = 200
 _MAX_DATA_FILES = 10_000
 _MAX_NODES = 100_000
 """Lists, mappings and values of a file with its aliases expanded: ten lines of YAML can expand to 10^9 of them."""
+_USUAL_DIGITS = 64
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _FORMATS = frozenset({
     "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg",
     "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb",
@@ -213,7 +215,9 @@ def _size(root: yaml.Node | None) -> float:
 
     def of(node: Any) -> float:
         if not isinstance(node, yaml.CollectionNode):
-            return 1
+            # YAML has numbers to the base 60 (1:30:00): a digit costs as much as all before it. So do long ones.
+            is_costly = node.tag in _NUMBERS and (":" in node.value or len(node.value) > _USUAL_DIGITS)
+            return len(node.value) ** 2 if is_costly else 1
         if id(node) not in sizes:
             sizes[id(node)] = math.inf  # stays so for a node that contains itself
             pairs = node.value if isinstance(node, yaml.MappingNode) else [(one,) for one in node.value]

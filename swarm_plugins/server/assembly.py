@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.server.compute.scheduler import Scheduler
@@ -26,7 +27,7 @@ def assembled(checkpoint: Checkpoint, spans: HostedSpans) -> Service:
     announced = ServerInfo(
         version=checkpoint.version.key,
         model=checkpoint.version.name,
-        num_blocks=int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers),
+        num_blocks=num_blocks_of(checkpoint.config),
         start=spans.spec.blocks.start,
         end=spans.spec.blocks.stop,
         dtype=str(spans.spec.dtype).removeprefix("torch."),

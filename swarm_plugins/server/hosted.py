@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.adapter_spec import AdapterSpec, PeftLayer
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks.adapter_checks import check_adapter, checking_adapter
 from swarm_plugins.blocks.kv import KVCache
+from swarm_plugins.blocks.norms import NormedLayer, weight_norms
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.server.failures import RequestError
@@ -50,6 +52,11 @@ class HostedSpans:
         self._on_block_boundary = function
         for span in self._spans:
             span.on_block_boundary = function
+
+    def at_boundary(self) -> None:
+        """Lets other work run, as between two blocks."""
+        if self._on_block_boundary is not None:
+            self._on_block_boundary()
 
     @property
     def free_tokens(self) -> int:
@@ -96,20 +103,33 @@ class HostedSpans:
         """Runs new tokens of sessions; see `SpanRunner`."""
         return self._holding(steps[0].blocks).step(steps) if steps else []
 
-    def weight_norms(self, adapter: LoadedAdapter) -> tuple[Tensor, ...]:
-        """Returns the norms of weights that an adapter's layers start from."""
-        blocks = [layer.block for layer in adapter.spec.layers] or [self.spec.blocks.start]
-        return self._holding(range(min(blocks), max(blocks) + 1)).weight_norms(adapter)
+    def weight_norms(self, layers: Sequence[NormedLayer]) -> Generator[None, None, tuple[Tensor, ...]]:
+        """Computes the norms of weights that layers start from, each in a part; spans may come and go in between."""
+        return weight_norms(layers, self._linear)
+
+    def _linear(self, layer: PeftLayer) -> nn.Linear:
+        span = self._holding(range(layer.block, layer.block + 1))
+        return cast(nn.Linear, span.module(layer.block, layer.module))
 
     def check_adapter(
         self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...], run_bytes: int
     ) -> LoadedAdapter:
         """Checks an uploaded adapter against the span that holds its blocks, and the memory of a run."""
+        return check_adapter(spec, tensors, self._fitting(spec), max_run_bytes=run_bytes, digest=digest)
+
+    def checking_adapter(
+        self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...], run_bytes: int
+    ) -> Generator[None, None, LoadedAdapter]:
+        """Does what `check_adapter` does in parts, for layers that are built."""
+        span = self._fitting(spec)
+        return (yield from checking_adapter(spec, tensors, span, max_run_bytes=run_bytes, digest=digest))
+
+    def _fitting(self, spec: AdapterSpec) -> Span:
         blocks = [layer.block for layer in spec.layers]
         fitting = [span for span in self._spans if all(block in span.blocks for block in blocks)]
         if not self._spans:
             raise _gone(range(min(blocks, default=0), max(blocks, default=0) + 1))
-        return check_adapter(spec, tensors, (fitting or self._spans)[-1], max_run_bytes=run_bytes, digest=digest)
+        return (fitting or self._spans)[-1]
 
     def _close(self, spans: Sequence[Span]) -> None:
         self._spans = [span for span in self._spans if span not in spans]

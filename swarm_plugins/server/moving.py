@@ -196,7 +196,7 @@ class Mover:
             except ConfigError as error:
                 log.warning("an adapter is not offered on the new blocks: %s", error)
         await self._on_compute_thread(functools.partial(self.spans.add, span))
-        service.kv_tokens = self.config.kv_bytes // max(1, span.spec.kv_token_bytes)
+        service.kv_tokens = span.spec.kv_tokens(self.config.kv_bytes)
         service.draining.begin(span.blocks)
         # While it waits for open sessions the next move is not its turn.
         await self._announce(
@@ -218,8 +218,8 @@ class Mover:
     async def _forget_all_but(self, kept: range) -> None:
         """Releases what keeps dropped spans in memory."""
 
-        def is_gone(parts: tuple[KeptForward, ...]) -> bool:
-            return any(part.inputs.blocks.start < kept.start or part.inputs.blocks.stop > kept.stop for part in parts)
+        def is_gone(forward: KeptForward) -> bool:
+            return forward.inputs.blocks.start < kept.start or forward.inputs.blocks.stop > kept.stop
 
         self.service.activations.drop_where(is_gone)
         self.service.draining.end()

@@ -13,6 +13,7 @@ import torch
 
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.offload.held import HeldExperts
@@ -48,8 +49,10 @@ log = logging.getLogger(__name__)
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS, _MAX_PACK_TOKENS = 64, 1024
-_PORTION_S = 0.25
-"""Batches of training are cut so that a forward through one block takes about this time, a backward a few times it."""
+_PORTION_S = 0.05
+"""Batches of training are cut so that a forward takes about so long, a backward a few times it: others wait for it."""
+_BLOCK_S = 0.25
+"""Rows are cut so that a forward through one block takes about this time, a backward a few times it."""
 _NO_FETCHING = (
     "remote_experts: experts of other servers are asked for as a client does: give SwarmServer(config, fetch_experts="
     "RemoteShare), from swarm_plugins.remote_experts.owner"
@@ -156,7 +159,7 @@ class SwarmServer:
         await in_thread(self._points.load)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
         weights = await in_thread(lambda: hosted_weights(checkpoint, config))
-        num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+        num_blocks = num_blocks_of(checkpoint.config)
         named = config.span_of(num_blocks)
         self._presence = Presence(SwarmNode(config.node(), ledger=self._ledger), every_s=config.announce_every_s)
         await self._presence.start()
@@ -206,7 +209,7 @@ class SwarmServer:
 
     async def _serve_experts(self, held: HeldExperts) -> None:
         speed = await in_thread(lambda: measure_held(held))
-        held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S))
+        held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _BLOCK_S))
         self._service = ExpertsService(
             announced=_online(self.info, held.dtype, speed),
             held=held,
@@ -232,7 +235,7 @@ class SwarmServer:
         speed = await loader.measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         chunk_tokens = max(_MIN_PACK_TOKENS, min(_MAX_PACK_TOKENS, pack_tokens))
-        kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
+        kv_tokens = span.spec.kv_tokens(config.kv_bytes)
         max_session_tokens = min(config.max_session_tokens, span.spec.max_positions, kv_tokens)
         announced = msgspec.structs.replace(
             _online(self.info, span.spec.dtype, speed),
@@ -249,7 +252,8 @@ class SwarmServer:
             max_batch_tokens=config.max_batch_tokens,
             max_session_tokens=max_session_tokens,
             run_limits=RunLimits(
-                portion_tokens=max(MIN_PORTION_TOKENS, int(speed.throughput * _PORTION_S)),
+                portion_tokens=max(MIN_PORTION_TOKENS, int(speed.throughput / len(span.blocks) * _PORTION_S)),
+                row_tokens=max(MIN_PORTION_TOKENS, int(speed.throughput * _BLOCK_S)),
                 token_bytes=speed.token_bytes,
             ),
             kv_tokens=kv_tokens,

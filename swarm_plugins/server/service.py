@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from swarm_plugins.blocks.runner import SpanSpec
+from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.server import limits
@@ -88,8 +89,10 @@ class Service(_Serving):
     """Memory of a running forward or backward, and how many tokens run at a time."""
     kv_tokens: int | None = None
     """Tokens that the whole KV budget holds, for the whole span. None: unknown."""
-    activations: ActivationStore[tuple[KeptForward, ...]] = field(default_factory=lambda: ActivationStore(_STORE_BYTES))
+    activations: ActivationStore[KeptForward] = field(default_factory=lambda: ActivationStore(_STORE_BYTES))
     adapters: AdapterStore = field(default_factory=lambda: AdapterStore(_STORE_BYTES))
+    uploads: FairLock = field(default_factory=FairLock)
+    """Held while an adapter is checked that takes longer."""
     sessions: SessionTable = field(default_factory=lambda: SessionTable(limits.MAX_SESSIONS_OF_PEER))
     identity: Identity | None = None
     """Signs receipts. None: there are none."""

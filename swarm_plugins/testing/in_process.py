@@ -13,6 +13,7 @@ import torch
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.server.assembly import assembled
 from swarm_plugins.server.hosted import HostedSpans
@@ -74,7 +75,7 @@ class InProcessSwarm:
     def start(self) -> InProcessSwarm:
         """Loads the spans and starts the compute threads and the connection."""
         checkpoint = Checkpoint.open(self.directory)
-        num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+        num_blocks = num_blocks_of(checkpoint.config)
         spans = self.spans or [(0, num_blocks // 2), (num_blocks // 2, num_blocks)]
         for index, (start, end) in enumerate(spans):
             self.add(index, range(start, end))

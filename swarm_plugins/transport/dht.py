@@ -261,6 +261,10 @@ class SwarmDHT:
         return await self._daemon.race(asyncio.wrap_future(self._loop.submit(work)), timeout_s=timeout_s, what=what)
 
     async def _store(self, wanted: dict[str, Record], ttl_s: float) -> None:
+        if max(self._expirations.values(), default=0.0) > time.time() + MAX_TTL_S + 1:
+            # The clock was set back. No other node has kept such records, nor would any take what expires later still.
+            self._expirations.clear()
+            await self._there(self._dht.protocol.storage.forget(self._daemon.peer_id), "forgetting old records")
         for _ in range(2):
             expirations = self._expirations_for(wanted, ttl_s)
             if await self._try_store(wanted, expirations):

@@ -101,11 +101,17 @@ def write_identity(path: Path, identity: Identity) -> None:
     """Writes an identity to a file that must not exist yet, readable by its owner only.
 
     Raises:
-        ConfigError: If the file cannot be written.
+        ConfigError: If the file cannot be written; nothing is left behind.
     """
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(identity.content)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(identity.content)
+        except BaseException:
+            # Half of a key would be found at the next start.
+            path.unlink()
+            raise
     except OSError as exc:
         raise _not_writable(path, exc.strerror) from exc
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -20,6 +21,7 @@ from hivemind.utils import timed_storage
 from p2p_kit import INFO, client, echo, server
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
+from swarm_plugins.transport import dht
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ForwardResponse
 from swarm_plugins.transport.node import ModelInfo, NodeConfig, SwarmNode
@@ -299,6 +301,19 @@ async def test_a_record_left_by_an_earlier_run_gives_way(tmp_path: Path) -> None
             moved = msgspec.structs.replace(INFO, start=4, end=8)
             await later.announce(moved, ttl_s=60.0)
             assert await first.servers("v1", 8) == {later.peer_id: moved}
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, 365 * 86_400.0], ids=["hour", "year"])
+async def test_a_clock_that_was_ahead_for_a_while_leaves_no_server_unlisted(
+    monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    async with server() as first, server(*await first.addresses()) as node:
+        with monkeypatch.context() as jumped:
+            jumped.setattr(dht, "time", SimpleNamespace(time=lambda: time.time() + jump_s))
+            with pytest.raises(TransportError, match="check this machine's clock"):
+                await node.announce(INFO, ttl_s=3600.0)
+        await node.announce(INFO, ttl_s=60.0)
+        assert await first.servers("v1", 8) == {node.peer_id: INFO}
 
 
 async def test_a_port_in_use_and_a_shared_identity_are_refused(tmp_path: Path) -> None:

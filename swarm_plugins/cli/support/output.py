@@ -42,7 +42,9 @@ def one_sentence_errors(
         raise typer.Exit(130) from None
     else:
         return
-    typer.echo(f"{program} {command}: {fault}", err=True)
+    # It may quote what a stranger has written: a terminal must not act on it.
+    shown = "".join(char if char.isprintable() or char == "\n" else "?" for char in fault)
+    typer.echo(f"{program} {command}: {shown}", err=True)
     raise typer.Exit(code)
 
 

@@ -218,6 +218,8 @@ class ChainRetries(Retries):
 
     async def _filled(self, blocks: range, demand: Demand, without: set[str]) -> list[SpanChoice] | None:
         """Plans a chain in which others stand in for missing servers; None if that does not help."""
+        if self.view.fallback is None:
+            return None
         gaps = set(missing_blocks(self.view.usable(without), blocks))
         found: list[SpanChoice] = []
         for is_gap, group in itertools.groupby(blocks, gaps.__contains__):
@@ -226,8 +228,8 @@ class ChainRetries(Retries):
             if not is_gap:
                 found += await self.view.chain(part, demand, without=without, failure=self.last)
                 continue
-            peer = "" if self.view.fallback is None else await self.view.fallback.stand_in(part)
-            if not peer or peer in without:
+            here = await self.view.fallback.stand_in(part)
+            if any(span.peer in without for span in here):
                 return None
-            found.append(SpanChoice(peer, part.start, part.stop))
+            found += here
         return found if gaps else None

@@ -19,8 +19,8 @@ from swarm_plugins.transport.server_info import ServerInfo
 class Fallback(Protocol):
     """Serves blocks that no server holds."""
 
-    async def stand_in(self, blocks: range) -> str:
-        """Returns a peer that serves some blocks; empty if there is none."""
+    async def stand_in(self, blocks: range) -> list[SpanChoice]:
+        """Returns a chain of this process's own that runs some blocks."""
 
     async def close(self) -> None:
         """Ends it. Idempotent."""

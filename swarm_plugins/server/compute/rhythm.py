@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from swarm_plugins.recent import Recent
@@ -21,6 +21,7 @@ _MAX_GAP_S = 1.0
 _NUM_RUNS = 48
 _CAUTION = 0.7
 """Part of ``a`` that a wait may take: return times vary."""
+_MIN_FREE_ROWS = 4.0
 _MARGIN = 1.25
 _MIN_MARGIN_S = 0.001
 _WINDOW_S = 10.0
@@ -41,11 +42,15 @@ class _Session:
 
 
 class Rhythm:
-    """Learns how long forwards take and when sessions come back. Used by one thread."""
+    """Learns how long forwards over some blocks take and when sessions come back. Used by one thread."""
 
     def __init__(self) -> None:
         self._sessions: Recent[Hashable, _Session] = Recent(_MAX_SESSIONS)
         self._runs: deque[tuple[int, float]] = deque(maxlen=_NUM_RUNS)
+        self._fixed_s = 0.0
+        """``a``, the fixed cost of a forward."""
+        self.free_rows = _MIN_FREE_ROWS
+        """Rows of single tokens that cost as much as the forward itself, ``a / b``, as far as is known."""
 
     def arrived(self, session: Hashable, now: float) -> None:
         """Notes that a session has sent its next step."""
@@ -65,6 +70,15 @@ class Rhythm:
     def ran(self, rows: int, seconds: float) -> None:
         """Notes how long a forward of single-token steps took."""
         self._runs.append((rows, seconds))
+        mean_rows, mean_s = (_mean(values) for values in zip(*self._runs, strict=True))
+        spread = sum((one - mean_rows) ** 2 for one, _ in self._runs)
+        if not spread:
+            # Half the time is a careful guess for small packs. The free rows stay: a peer may keep to one size.
+            self._fixed_s = mean_s / 2 if rows <= 4 else 0.0
+            return
+        slope = max(sum((one - mean_rows) * (other - mean_s) for one, other in self._runs) / spread, 0.0)
+        self._fixed_s = max(mean_s - slope * mean_rows, 0.0)
+        self.free_rows = max(_MIN_FREE_ROWS, self._fixed_s / slope) if slope else math.inf
 
     def wait_s(self, waiting: Collection[Hashable], now: float) -> float:
         """Returns how long to wait for sessions that are about to come; 0 if it does not pay."""
@@ -78,22 +92,12 @@ class Rhythm:
         due = [due_s for due_s in due if due_s > 0]
         if not due:
             return 0.0
-        limit_s = _CAUTION * self._fixed_s()
+        limit_s = _CAUTION * self._fixed_s
         return max((due_s for due_s in due if due_s < limit_s), default=0.0)
 
-    def _fixed_s(self) -> float:
-        """Returns ``a``, the fixed cost of a forward."""
-        if not self._runs:
-            return 0.0
-        count = len(self._runs)
-        mean_rows = sum(rows for rows, _ in self._runs) / count
-        mean_s = sum(seconds for _, seconds in self._runs) / count
-        spread = sum((rows - mean_rows) ** 2 for rows, _ in self._runs)
-        if spread == 0:
-            # Only one size seen so far: half the time is a careful guess for small packs.
-            return mean_s / 2 if mean_rows <= 4 else 0.0
-        slope = sum((rows - mean_rows) * (seconds - mean_s) for rows, seconds in self._runs) / spread
-        return min(max(mean_s - max(slope, 0.0) * mean_rows, 0.0), mean_s)
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 class BusyMeter:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from swarm_plugins.block_io import SpanOutputs, join_outputs
 from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.failures import RequestError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Load(NamedTuple):
@@ -24,8 +28,10 @@ class Load(NamedTuple):
 
 
 LITTLE = Load()
-"""Of cache operations and the like."""
+"""Of what computes on no tokens: cache operations, norms, checks. It is charged for, but teaches no pace."""
 
+Parts = Generator[None, None, T]
+"""A function in parts: other work may run wherever it yields; it returns the result."""
 
 _SHARE_OF_FIRST = 4
 """A prefill whose turn it is gets this part of a pack, whatever decode steps wait."""
@@ -34,20 +40,27 @@ _SHARE_OF_FIRST = 4
 class Work:
     """Work whose result is awaited on an event loop; ``peer`` is empty for the server itself."""
 
-    __slots__ = ("abandoned", "future", "loop", "peer")
+    __slots__ = ("abandoned", "future", "has_ended", "loop", "peer")
 
     def __init__(self, peer: str = "") -> None:
         self.peer = peer
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
         self.abandoned = False
+        """Whether its client no longer waits, also because it has the result."""
+        self.has_ended = False
 
     def finish(self, result: object = None, error: BaseException | None = None) -> None:
         """Hands the outcome to the event loop; called on the compute thread."""
+        self.has_ended = True
         try:
             self.loop.call_soon_threadsafe(self._settle, result, error)
         except RuntimeError:
             log.debug("a result came after the event loop was closed")
+
+    def drop(self) -> None:
+        """Gives up work whose client is gone, and frees what it holds; called on the compute thread."""
+        raise NotImplementedError
 
     def expire(self, timeout_s: float) -> None:
         """Ends the wait; called on the event loop."""
@@ -64,32 +77,61 @@ class Work:
 
 
 class Call(Work):
-    """A function to run, urgent (cache operations) or not (training)."""
+    """A function to run, urgent (cache operations) or not (training), at once or in parts."""
 
-    __slots__ = ("function", "is_training", "load")
+    __slots__ = ("_load", "_parts", "is_training", "result")
 
-    def __init__(self, function: Callable[[], Any], *, is_training: bool, peer: str = "", load: Load) -> None:
+    def __init__(
+        self, function: Callable[[], Any] | Parts[Any], *, is_training: bool, peer: str = "", load: Load
+    ) -> None:
         super().__init__(peer)
-        self.function = function
+        self._parts = _in_one_part(function) if callable(function) else function
+        self._load = load
         self.is_training = is_training
-        self.load = load
+        self.result: Any = None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that it runs."""
-        return self.load.tokens
+    def work(self) -> int:
+        """Tokens times blocks of one part."""
+        return self._load.tokens * self._load.blocks
+
+    def run_part(self) -> bool:
+        """Runs the next part; returns whether it was the last one, which leaves the ``result``."""
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            self.result = end.value
+            return True
+        return False
+
+    def drop(self) -> None:
+        """Ends the function where it is."""
+        self.has_ended = True
+        self._parts.close()
+
+
+def _in_one_part(function: Callable[[], T]) -> Parts[T]:
+    result = function()
+    yield from ()
+    return result
 
 
 class Step(Work):
-    """New tokens of one session, which may run in several chunks; ``prepare`` runs before the first."""
+    """New tokens of one session, which may run in several chunks; ``prepare`` runs before the first.
 
-    __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "prepare")
+    A step that ``takes_long`` runs as training does: alone, and others run between its blocks.
+    """
 
-    def __init__(self, inputs: StepInputs, prepare: Callable[[], None] | None, peer: str = "") -> None:
+    __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "prepare", "takes_long")
+
+    def __init__(
+        self, inputs: StepInputs, prepare: Callable[[], None] | None, peer: str = "", *, takes_long: bool = False
+    ) -> None:
         super().__init__(peer)
         self.arrived = time.monotonic()
         self.inputs = inputs
         self.prepare = prepare
+        self.takes_long = takes_long
         self._num_done = 0
         self._cached: int | None = None
         self._outputs: list[SpanOutputs] = []
@@ -110,9 +152,18 @@ class Step(Work):
         return int(self.inputs.hidden.shape[1]) - self._num_done
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows that have not run."""
-        return self.batch_size * self.num_left
+    def is_whole(self) -> bool:
+        """Whether it cannot be cut: states of fixed size take padding into account in the first tokens only."""
+        return self.inputs.attention_mask is not None and self.inputs.cache.has_states
+
+    @property
+    def work(self) -> int:
+        """Tokens of all rows that have not run, times blocks."""
+        return self.work_of(self.num_left)
+
+    def work_of(self, num_tokens: int) -> int:
+        """Returns how much so many tokens per row are, in tokens times blocks."""
+        return self.batch_size * num_tokens * len(self.inputs.blocks)
 
     def begin(self) -> None:
         """Prepares the cache and notes its length before the first chunk. Idempotent."""
@@ -121,6 +172,12 @@ class Step(Work):
             prepare()
         if self._cached is None:
             self._cached = self.inputs.cache.length
+
+    def drop(self) -> None:
+        """Takes back what has run, if the session is still open."""
+        self.has_ended = True
+        with contextlib.suppress(ConfigError):
+            self.undo()
 
     def undo(self) -> None:
         """Takes back the chunks that have run."""
@@ -159,6 +216,8 @@ def choose_pack(waiting: Sequence[Step], max_tokens: int) -> list[tuple[Step, in
         nonlocal room
         step, had = waiting[index], chosen.get(index, 0)
         num_tokens = min(step.num_left - had, max(most // step.batch_size, not chosen))
+        if step.is_whole:
+            num_tokens = step.num_left if not chosen or num_tokens == step.num_left else 0
         if num_tokens > 0:
             chosen[index] = had + num_tokens
             room = max(0, room - num_tokens * step.batch_size)

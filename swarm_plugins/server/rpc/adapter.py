@@ -8,9 +8,9 @@ import torch
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.blocks.norms import normed_layers
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
-from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite
 from swarm_plugins.server.rpc.handlers import Answer
@@ -25,36 +25,53 @@ async def answer_adapter(service: Service, upload: AdapterUpload | NormsRequest,
     """Holds an upload, or returns norms."""
     if isinstance(upload, NormsRequest):
         return await _norms(service, upload, charge), "none"
-    size = upload.num_bytes
+    size = service.adapters.size_of(upload)
     if size > service.adapters.peer_bytes:
         raise RequestError(
             "out_of_memory",
-            f"the adapter has {size} bytes, one client may hold {service.adapters.peer_bytes} here: "
+            f"the adapter takes {size} bytes, one client may hold {service.adapters.peer_bytes} here: "
             "lower its rank or adapt fewer modules, or use a server that allows more",
         )
     charge.claim(size)  # the copy that is kept
-    if size <= _INLINE_BYTES and len(upload.tensors) <= _INLINE_TENSORS and upload.spec.peft is None:
+    if upload.num_bytes <= _INLINE_BYTES and len(upload.tensors) <= _INLINE_TENSORS and upload.spec.peft is None:
         adapter = _checked(service, upload)
     else:
-        adapter = await asyncio.to_thread(_checked, service, upload)
+        adapter = await _checked_elsewhere(service, upload, charge.peer)
     service.adapters.put(charge.peer, adapter)
     return AdapterStored(digest=upload.digest), "none"
 
 
 async def _norms(service: Service, request: NormsRequest, charge: Charge) -> NormsResponse:
     with service.adapters.using(charge.peer, [request.digest]) as (adapter,):
-        # Each norm is smaller than one of the factors of its update.
-        charge.claim(adapter.num_bytes)
+        layers = list(normed_layers(adapter))
+        # Factors may be shared: norms can take more than the whole adapter.
+        charge.claim(sum(layer.norm_bytes for layer in layers))
         norms = await service.scheduler.train(
-            lambda: tuple(norm.cpu() for norm in service.runner.weight_norms(adapter)),
-            timeout_s=limits.REQUEST_TIMEOUT_S,
-            peer=charge.peer,
-            load=Load(16, max(1, len(adapter.spec.layers))),
+            service.runner.weight_norms(layers), timeout_s=limits.REQUEST_TIMEOUT_S, peer=charge.peer
         )
     return NormsResponse(norms=norms)
 
 
+async def _checked_elsewhere(service: Service, upload: AdapterUpload, peer: str) -> LoadedAdapter:
+    # One at a time: threads take the interpreter from the compute thread.
+    async with service.uploads.turn(service.points.group(peer)):
+        if upload.spec.peft is None:
+            return await asyncio.to_thread(_checked, service, upload)
+        await asyncio.to_thread(_check_content, upload)
+    # Layers are built in Python alone, which would hold up the compute thread wherever it runs: they take turns there.
+    checking = service.runner.checking_adapter(upload.digest, upload.spec, upload.tensors, service.run_limits.run_bytes)
+    adapter = await service.scheduler.train(checking, timeout_s=limits.REQUEST_TIMEOUT_S, peer=peer)
+    return await asyncio.to_thread(adapter.map, torch.clone)
+
+
 def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
+    _check_content(upload)
+    # Tensors of a message are views of it: kept as they are, they would keep all of its bytes alive, uncounted.
+    checked = service.runner.check_adapter(upload.digest, upload.spec, upload.tensors, service.run_limits.run_bytes)
+    return checked.map(torch.clone)
+
+
+def _check_content(upload: AdapterUpload) -> None:
     for tensor in upload.tensors:
         check_finite(tensor, "an adapter tensor")
     found = adapter_digest(upload.spec, upload.tensors)
@@ -63,6 +80,3 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
             f"the adapter is named {upload.digest[:64]!r}, its content hashes to {found!r}: "
             "send tensors uncompressed and name the adapter by adapter_digest()",
         )
-    adapter = service.runner.check_adapter(upload.digest, upload.spec, upload.tensors, service.run_limits.run_bytes)
-    # Tensors of a message are views of it: kept as they are, they would keep all of its bytes alive, uncounted.
-    return adapter.map(torch.clone)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
-from swarm_plugins.server.compute.work import Load
+from swarm_plugins.server.compute.work import Load, Parts
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite, checked_output
 from swarm_plugins.server.rpc.handlers import Answer
@@ -18,6 +18,8 @@ from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 
 _URGENT_ROWS = 64
 """A forward of so few rows belongs to decode steps: it goes before larger ones."""
+_PART_ROWS = 256
+"""Rows that run at a time; other work may run before the next ones."""
 
 
 async def answer_experts(service: ExpertsService, request: ExpertsRequest, charge: Charge) -> Answer:
@@ -29,21 +31,37 @@ async def answer_experts(service: ExpertsService, request: ExpertsRequest, charg
     is_urgent = request.grad is None and request.rows.shape[0] <= _URGENT_ROWS
     submit = service.scheduler.call if is_urgent else service.scheduler.train
     found = await submit(
-        lambda: _run(service, request, spans),
+        _run(service, request, spans),
         timeout_s=limits.REQUEST_TIMEOUT_S,
         peer=charge.peer,
-        load=Load(request.rows.shape[0] * (1 if request.grad is None else 3), 1),
+        load=Load(min(_PART_ROWS, request.rows.shape[0]) * (1 if request.grad is None else 3), 1),
     )
     service.counts.tokens["experts"] += request.rows.shape[0]
     rows = checked_output(found, request.hidden.dtype, "the output of the experts")
     return ExpertsResponse(rows=rows), request.reply_codec
 
 
-def _run(service: ExpertsService, request: ExpertsRequest, spans: dict[int, slice]) -> Tensor:
+def _run(service: ExpertsService, request: ExpertsRequest, spans: dict[int, slice]) -> Parts[Tensor]:
     held = service.held
-    rows = request.hidden.to(held.device, held.dtype)[request.rows.to(held.device)]  # [N, D]
+    hidden = request.hidden.to(held.device, held.dtype)
+    rows = request.rows.to(held.device)
     grad = None if request.grad is None else request.grad.to(held.device, held.dtype)
-    return held.run(request.block, rows, spans, grad)
+    found: list[Tensor] = []
+    for start in range(0, len(rows), _PART_ROWS):
+        if start:
+            yield
+        part = slice(start, start + _PART_ROWS)
+        share = None if grad is None else grad[part]
+        found.append(held.run(request.block, hidden[rows[part]], _within(spans, part), share))  # [N, D]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _within(spans: dict[int, slice], part: slice) -> dict[int, slice]:
+    """Returns the rows of each expert that are in a part, counted from its start."""
+    bounds = {expert: (max(one.start, part.start), min(one.stop, part.stop)) for expert, one in spans.items()}
+    return {
+        expert: slice(start - part.start, stop - part.start) for expert, (start, stop) in bounds.items() if start < stop
+    }
 
 
 def _checked_spans(service: ExpertsService, request: ExpertsRequest) -> dict[int, slice]:

@@ -15,14 +15,14 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
-from swarm_plugins.server.compute.work import Load
+from swarm_plugins.server.compute.work import Parts
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import signed
-from swarm_plugins.server.rpc.training import checked_inputs
+from swarm_plugins.server.rpc.training import checked_inputs, cut, load_of
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.cutting import cut_batch
+from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
 from swarm_plugins.transport.channel import Channel
@@ -49,11 +49,12 @@ async def opening_handler(service: Service, channel: Channel) -> None:
         with checked_inputs(service, forward, charge) as inputs:
             num_states = (len(inputs.blocks) - 1) * (1 if request.grad is None else 2)
             kept.claim(num_states * inputs.hidden.nbytes)
+            portions = cut(service, inputs, charge)
             found, hashes = await service.scheduler.train(
-                lambda: _hashed(_inner_states(service, inputs, request.grad)),
+                _inner_states(service, inputs, portions, request.grad),
                 timeout_s=limits.REQUEST_TIMEOUT_S,
                 peer=peer,
-                load=Load(inputs.num_tokens * (1 if request.grad is None else 4), len(inputs.blocks)),
+                load=load_of(portions),
             )
         service.counts.tokens["check"] += inputs.num_tokens
         states.extend(found)
@@ -74,31 +75,34 @@ def _named(states: Sequence[Tensor], request: OpenRequest) -> tuple[Tensor, ...]
     return tuple(states[index] for index in request.states)
 
 
-def _hashed(states: list[Tensor]) -> tuple[list[Tensor], tuple[bytes, ...]]:
+def _inner_states(
+    service: Service, inputs: SpanInputs, portions: Sequence[Portion], grad: Tensor | None
+) -> Parts[tuple[list[Tensor], tuple[bytes, ...]]]:
+    """Returns the outputs of all blocks but the last, with ``grad`` also their gradients; and the hashes of all."""
+    outputs = yield from run_forward(service.runner, portions)
+    states = list(outputs.hidden_states)
+    if grad is not None:
+        states += yield from _inner_gradients(service, inputs, states, grad)
     return states, tuple(tensor_hash(state) for state in states)
 
 
-def _inner_states(service: Service, inputs: SpanInputs, grad: Tensor | None) -> list[Tensor]:
-    """Returns the outputs of all blocks but the last; with ``grad``, then the gradients of these outputs too."""
-    runner, spec = service.runner, service.spec
-    between = runner.on_block_boundary or (lambda: None)
-    outputs, _, _ = run_forward(runner, cut_batch(inputs, spec, service.run_limits), between=between)
-    states = list(outputs.hidden_states)
-    grads: list[Tensor] = []
-    if grad is None:
-        return states
+def _inner_gradients(
+    service: Service, inputs: SpanInputs, states: Sequence[Tensor], grad: Tensor
+) -> Parts[list[Tensor]]:
+    found: list[Tensor] = []
     for block in reversed(inputs.blocks[1:]):
+        yield
         before = states[block - inputs.blocks.start - 1]
         one = replace(inputs.take_blocks(range(block, block + 1), before), collect_hidden=False)
-        found = run_backward(
-            runner,
-            cut_batch(one, spec, service.run_limits),
-            SpanOutputs(hidden=grads[-1] if grads else grad),
+        made = yield from run_backward(
+            service.runner,
+            cut_batch(one, service.spec, service.run_limits),
+            SpanOutputs(hidden=found[-1] if found else grad),
             Needs(),
             limit_bytes=service.run_limits.run_bytes,
             weights=service.runner.weights,
-            between=between,
+            between=service.runner.at_boundary,
         )
-        if found.hidden is not None:
-            grads.append(found.hidden.cpu())
-    return [*states, *reversed(grads)]
+        if made.hidden is not None:
+            found.append(made.hidden.cpu())
+    return found[::-1]

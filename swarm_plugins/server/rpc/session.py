@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from swarm_plugins.block_io import AdapterUse, SpanOutputs
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanOutputs
 from swarm_plugins.blocks.kv import KVCache, in_pages
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.ledger import Charge
@@ -23,6 +23,9 @@ from swarm_plugins.server.state.inbox import Inbox
 from swarm_plugins.server.state.sessions import Session, apply_ops
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
+
+_FEW_ADAPTERS = 8
+"""A step with more adapters runs alone, not packed with steps of other sessions."""
 
 
 async def session_handler(service: Service, channel: Channel) -> None:
@@ -72,10 +75,13 @@ class _Stream:
         if prefix_tokens > most:
             raise too_long(service, request.batch_size, prefix_tokens, most)
         history = await opening_history(service, request)
-        memory = room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens)))
+        source = self._source(request, blocks)
+        # Each row takes whole pages; an empty cache takes none.
+        first_tokens = prefix_tokens if source is None else source.cache.length
+        memory = room(service, self._peer, len(blocks) * request.batch_size * in_pages(first_tokens))
         with memory, contextlib.ExitStack() as ending:
             ending.enter_context(service.sessions.counted(self._peer))
-            cache = await self._new_cache(request, blocks)
+            cache = await self._new_cache(self._maker(request, blocks, source))
             inbox = Inbox(self._peer, request.push_name, request.push_key)
             session = Session(self._peer, blocks, cache, inbox, history=history)
             # Behind everything of this session that is still in the queue.
@@ -87,16 +93,23 @@ class _Stream:
             self._ending.push(ending.pop_all())
         return SessionOpened(session=session.name, max_tokens=most)
 
-    def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
-        """Returns the tokens of all rows that memory is taken for at once: none for an empty cache."""
+    def _source(self, request: SessionOpen, blocks: range) -> Session | None:
+        """Returns the session to fork, if the request names one."""
         if request.fork_of is None:
-            return request.batch_size * prefix_tokens
-        return request.batch_size * self._service.sessions.find(self._peer, request.fork_of).cache.length
+            return None
+        if request.prefix:
+            raise BadRequestError("a forked session takes no prefix: it starts with the other session's cache")
+        source = self._service.sessions.find(self._peer, request.fork_of)
+        if source.blocks != blocks:
+            raise BadRequestError(
+                f"the session to fork runs blocks {source.blocks.start}:{source.blocks.stop}, "
+                f"the request names {blocks.start}:{blocks.stop}: they must be the same",
+            )
+        return source
 
-    async def _new_cache(self, request: SessionOpen, blocks: range) -> KVCache:
+    async def _new_cache(self, make: Callable[[], KVCache]) -> KVCache:
         """Makes the cache on the compute thread; nothing is left there if the stream ends meanwhile."""
         service = self._service
-        make = self._maker(request, blocks)
         made: list[KVCache] = []
         try:
             await service.scheduler.call(
@@ -107,22 +120,14 @@ class _Stream:
             raise
         return made[0]
 
-    def _maker(self, request: SessionOpen, blocks: range) -> Callable[[], KVCache]:
-        service, batch_size = self._service, request.batch_size
-        if request.fork_of is None:
-            spec, prefix = service.spec, request.prefix
-            return lambda: service.runner.new_cache(
-                batch_size, blocks, [tensor.to(spec.device, spec.dtype) for tensor in prefix]
-            )
-        if request.prefix:
-            raise BadRequestError("a forked session takes no prefix: it starts with the other session's cache")
-        source = service.sessions.find(self._peer, request.fork_of)
-        if source.blocks != blocks:
-            raise BadRequestError(
-                f"the session to fork runs blocks {source.blocks.start}:{source.blocks.stop}, "
-                f"the request names {blocks.start}:{blocks.stop}: they must be the same",
-            )
-        return lambda: _fork(source, batch_size)
+    def _maker(self, request: SessionOpen, blocks: range, source: Session | None) -> Callable[[], KVCache]:
+        spec, runner = self._service.spec, self._service.runner
+        if source is not None:
+            most_tokens = source.cache.length
+            return lambda: _fork(source, request.batch_size, most_tokens)
+        return lambda: runner.new_cache(
+            request.batch_size, blocks, [tensor.to(spec.device, spec.dtype) for tensor in request.prefix]
+        )
 
     async def _step(self, session: Session, asked: SessionStep, charge: Charge) -> SessionStepResponse:
         service = self._service
@@ -165,10 +170,16 @@ class _Stream:
                 timeout_s=limits.REQUEST_TIMEOUT_S,
                 prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
                 peer=self._peer,
+                takes_long=_takes_long(adapters),
             )
         rows, tokens = request.hidden.shape[:2]
         service.counts.tokens["decode" if tokens == 1 else "prefill"] += rows * tokens
         return outputs, history
+
+
+def _takes_long(adapters: Sequence[LoadedAdapter]) -> bool:
+    """Returns whether adapters may cost more than blocks do: layers that are built make matrices as large as theirs."""
+    return len(adapters) > _FEW_ADAPTERS or any(adapter.spec.peft is not None for adapter in adapters)
 
 
 def _close_all(caches: list[KVCache]) -> None:
@@ -176,7 +187,7 @@ def _close_all(caches: list[KVCache]) -> None:
         cache.close()
 
 
-def _fork(source: Session, batch_size: int) -> KVCache:
+def _fork(source: Session, batch_size: int, most_tokens: int) -> KVCache:
     """Forks on the compute thread, where the other session cannot change meanwhile."""
     if source.is_closed:
         raise RequestError("unknown_session", "the session to fork has just been closed: open a new one and replay")
@@ -184,5 +195,12 @@ def _fork(source: Session, batch_size: int) -> KVCache:
         raise BadRequestError(
             f"the session to fork has {source.cache.batch_size} rows, the request names {batch_size}: "
             "fork first, change the rows with the next step",
+        )
+    if source.cache.length > most_tokens:
+        # Forks that wait while the session grows would get more than they have taken room for.
+        raise RequestError(
+            "unknown_session",
+            f"the session to fork has grown from {most_tokens} to {source.cache.length} tokens meanwhile: "
+            "fork it between its steps, or open a new one and replay",
         )
     return source.cache.fork()

@@ -11,7 +11,7 @@ import torch
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
-from swarm_plugins.server.compute.work import Load
+from swarm_plugins.server.compute.work import Load, Parts
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import (
     check_batch,
@@ -27,6 +27,7 @@ from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer
 from swarm_plugins.server.rpc.push import finished, plain_request
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
@@ -42,12 +43,12 @@ async def answer_forward(service: Service, asked: ForwardRequest, charge: Charge
     """Runs blocks without a session."""
     request = await plain_request(service, asked, charge)
     with checked_inputs(service, request, charge) as inputs:
-        portions = cut_batch(inputs, service.spec, service.run_limits)
+        portions = cut(service, inputs, charge)
         outputs, ticket = await service.scheduler.train(
-            lambda: _forward(service, charge.peer, portions, keep=request.keep),
+            _forward(service, charge.peer, portions, keep=request.keep),
             timeout_s=limits.REQUEST_TIMEOUT_S,
             peer=charge.peer,
-            load=Load(inputs.num_tokens, len(inputs.blocks)),
+            load=load_of(portions),
         )
     service.counts.tokens["forward"] += inputs.num_tokens
     checked = checked_outputs(outputs, request.hidden.dtype)
@@ -73,7 +74,7 @@ async def answer_backward(service: Service, asked: BackwardRequest, charge: Char
                     "the graph of this forward is not kept here any more: send the forward request along",
                 )
             inputs = stack.enter_context(checked_inputs(service, request.forward, charge))
-            parts = cut_batch(inputs, service.spec, service.run_limits)
+            parts = cut(service, inputs, charge)
         charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
         found = await _backward(service, charge.peer, parts, request)
     response, _ = await finished(service, asked, request, _gradient_response(found, dtype), charge)
@@ -102,20 +103,71 @@ def checked_inputs(service: Service, request: ForwardRequest, charge: Charge) ->
         )
 
 
-def _forward(service: Service, peer: str, portions: Sequence[Portion], *, keep: bool) -> tuple[SpanOutputs, str | None]:
-    """Runs a forward on the compute thread; returns its outputs and the ticket of its graph."""
-    outputs, kept, num_bytes = run_forward(
-        service.runner,
-        portions,
-        keep_bytes=service.activations.budget_bytes if keep else 0,
-        weights=service.runner.weights,
-        between=service.runner.on_block_boundary or (lambda: None),
-    )
-    ticket = None if kept is None else service.activations.put(peer, kept, num_bytes)
+def cut(service: Service, inputs: SpanInputs, charge: Charge) -> list[Portion]:
+    """Cuts a batch into portions, and charges what one holds while other requests run.
+
+    Raises:
+        CapacityError: If there is no room, or a row takes too much.
+    """
+    portions = cut_batch(inputs, service.spec, service.run_limits)
+    charge.claim(max(one.held_bytes for one in portions))
+    return portions
+
+
+def load_of(parts: Sequence[KeptForward | Portion], times: int = 1) -> Load:
+    """Returns how much one of some parts computes; ``times`` counts forwards."""
+    first = parts[0]
+    tokens = first.inputs.num_tokens
+    if isinstance(first, Portion) and first.part_tokens is not None:
+        tokens = first.inputs.hidden.shape[0] * first.part_tokens
+        return Load(times * tokens, 1)
+    return Load(times * tokens, len(first.inputs.blocks))
+
+
+def _forward(
+    service: Service, peer: str, portions: Sequence[Portion], *, keep: bool
+) -> Parts[tuple[SpanOutputs, str | None]]:
+    """Runs a forward on the compute thread; returns its outputs and the ticket of its graphs."""
     # Long rows never have a graph of their own.
-    if keep and ticket is None and all(one.part_tokens is None for one in portions):
+    is_kept = keep and all(one.part_tokens is None for one in portions)
+    graphs = _Graphs(service.activations, peer)
+    try:
+        outputs = yield from run_forward(
+            service.runner,
+            portions,
+            keep=graphs.keep if is_kept else None,
+            keep_bytes=service.activations.budget_bytes,
+            weights=service.runner.weights,
+        )
+    except BaseException:
+        graphs.drop()
+        raise
+    if is_kept and graphs.num_kept < len(portions):
+        graphs.drop()
         service.activations.missed()
-    return outputs, ticket
+    return outputs, graphs.ticket
+
+
+class _Graphs:
+    """The graphs of a forward's portions, kept under one ticket."""
+
+    def __init__(self, store: ActivationStore[KeptForward], peer: str) -> None:
+        self.ticket: str | None = None
+        self.num_kept = 0
+        self._store = store
+        self._peer = peer
+
+    def keep(self, forward: KeptForward, num_bytes: int) -> bool:
+        """Keeps one more; False if there is no room for them all, and none is kept then."""
+        self.ticket = self._store.put(self._peer, forward, num_bytes, ticket=self.ticket)
+        self.num_kept += self.ticket is not None
+        return self.ticket is not None
+
+    def drop(self) -> None:
+        """Gives up those that are kept."""
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            self._store.take(self._peer, ticket)
 
 
 def _check_gradients(service: Service, request: BackwardRequest) -> None:
@@ -133,15 +185,15 @@ async def _backward(
         router_logits=request.grad_router_logits,
     )
 
-    def run() -> Gradients:
-        found = run_backward(
+    def run() -> Parts[Gradients]:
+        found = yield from run_backward(
             service.runner,
             parts,
             grads,
             Needs(request.needs_hidden, request.needs_adapters, request.needs_prefix),
             limit_bytes=service.run_limits.run_bytes,
             weights=service.runner.weights,
-            between=service.runner.on_block_boundary or (lambda: None),
+            between=service.runner.at_boundary,
         )
         return Gradients(
             hidden=None if found.hidden is None else found.hidden.cpu(),
@@ -150,11 +202,9 @@ async def _backward(
         )
 
     # Gradients of inputs cost twice a forward, and most of it runs again.
-    work = 3 if isinstance(parts[0], Portion) else 2
-    tokens = sum(part.inputs.num_tokens for part in parts)
-    load = Load(work * tokens, len(parts[0].inputs.blocks))
-    found = await service.scheduler.train(run, timeout_s=limits.REQUEST_TIMEOUT_S, peer=peer, load=load)
-    service.counts.tokens["backward"] += tokens
+    load = load_of(parts, 3 if isinstance(parts[0], Portion) else 2)
+    found = await service.scheduler.train(run(), timeout_s=limits.REQUEST_TIMEOUT_S, peer=peer, load=load)
+    service.counts.tokens["backward"] += sum(part.inputs.num_tokens for part in parts)
     return found
 
 

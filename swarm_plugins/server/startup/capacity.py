@@ -15,6 +15,7 @@ import torch
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.blocks.runner import SpanRunner, StepInputs
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.cache.budget import free_host_bytes
 from swarm_plugins.server.config import LEAST_ACTIVATION_BYTES, MIN_REQUEST_BYTES, ServeConfig
@@ -45,7 +46,7 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
     Raises:
         ConfigError: If not even one block fits.
     """
-    num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+    num_blocks = num_blocks_of(checkpoint.config)
     if available_bytes is None:
         available_bytes = free_device_bytes(torch.device(config.device))
     room = available_bytes * _USABLE_SHARE - config.set_aside_bytes

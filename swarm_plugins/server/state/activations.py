@@ -71,12 +71,12 @@ class GraphMeter:
             yield
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Kept(Generic[T]):
     peer: str
-    value: T
-    num_bytes: int
     expires: float
+    values: tuple[T, ...] = ()
+    num_bytes: int = 0
 
 
 class ActivationStore(Generic[T]):
@@ -105,25 +105,38 @@ class ActivationStore(Generic[T]):
         """Returns the number of kept graphs."""
         return len(self._kept)
 
-    def put(self, peer: str, value: T, num_bytes: int) -> str | None:
-        """Keeps a value for a peer; returns its ticket, or None if it is larger than the whole budget."""
-        if num_bytes > self.budget_bytes:
-            return None
-        ticket = secrets.token_urlsafe(16)
+    def put(self, peer: str, value: T, num_bytes: int, *, ticket: str | None = None) -> str | None:
+        """Keeps a value for a peer, behind the earlier ones of a ticket if one is given.
+
+        Returns:
+            The ticket; None if the values are larger than the whole budget, or the earlier ones have gone: then none of
+            them is kept.
+        """
         with self._lock:
-            self._drop_expired(time.monotonic())
+            now = time.monotonic()
+            self._drop_expired(now)
+            kept = _Kept[T](peer, now + self.ttl_s) if ticket is None else self._kept.get(ticket)
+            if kept is None:
+                return None
+            if kept.num_bytes + num_bytes > self.budget_bytes:
+                self._kept.pop(ticket or "", None)
+                return None
             while self.used_bytes + num_bytes > self.budget_bytes:
                 del self._kept[self._oldest_of_greediest(peer, num_bytes)]
-            self._kept[ticket] = _Kept(peer, value, num_bytes, time.monotonic() + self.ttl_s)
-        return ticket
+            if ticket is None:
+                ticket = secrets.token_urlsafe(16)
+                self._kept[ticket] = kept
+            kept.values, kept.num_bytes = (*kept.values, value), kept.num_bytes + num_bytes
+            kept.expires = now + self.ttl_s
+            return ticket if ticket in self._kept else None
 
-    def take(self, peer: str, ticket: str) -> T | None:
-        """Returns and forgets a peer's value; None if it is gone or belongs to another peer."""
+    def take(self, peer: str, ticket: str) -> tuple[T, ...] | None:
+        """Returns and forgets a peer's values; None if they are gone or belong to another peer."""
         with self._lock:
             kept = self._kept.get(ticket)
             if kept is None or kept.peer != peer:
                 return None
-            return self._kept.pop(ticket).value
+            return self._kept.pop(ticket).values
 
     def missed(self) -> None:
         """Notes that a value which is wanted is not kept."""
@@ -138,7 +151,7 @@ class ActivationStore(Generic[T]):
     def drop_where(self, is_of_no_use: Callable[[T], bool]) -> None:
         """Drops some values."""
         with self._lock:
-            for ticket in [ticket for ticket, kept in self._kept.items() if is_of_no_use(kept.value)]:
+            for ticket in [ticket for ticket, kept in self._kept.items() if any(map(is_of_no_use, kept.values))]:
                 del self._kept[ticket]
 
     def clear(self) -> None:

@@ -35,7 +35,9 @@ class RunLimits:
     run_bytes: int = 1 << 62
     """Most memory of one run, besides its inputs and outputs."""
     portion_tokens: int = 1 << 40
-    """Tokens of short rows that run through one block at a time: steps wait for so much work."""
+    """Tokens of short rows that run together: other training waits for so much work."""
+    row_tokens: int = 0
+    """Tokens of a row that is not cut although it is longer: steps wait for so much work in one block."""
     token_bytes: int = 0
     """What autograd saves for one token in one block."""
 
@@ -47,6 +49,8 @@ class Portion:
     inputs: SpanInputs
     part_tokens: int | None = None
     """Tokens of each row that run at a time. None: whole rows."""
+    held_bytes: int = 0
+    """What is held between two parts of long rows, when other requests may run."""
 
 
 def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Portion]:
@@ -57,28 +61,29 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Por
     """
     rows, length = inputs.hidden.shape[:2]
     total = length + (inputs.prefix[0].shape[2] if inputs.prefix else 0)
-    at_once = _tokens_at_once(total, spec, limits)
+    at_once, whole = (_in_time(tokens, total, spec) for tokens in (limits.portion_tokens, limits.row_tokens))
     row_bytes = _row_bytes(inputs, spec, limits, length, total)
-    fitting = min(at_once // length, limits.run_bytes // max(1, row_bytes))
+    fitting = min(max(at_once // length, whole >= length), limits.run_bytes // max(1, row_bytes))
     if fitting >= rows:
         return [Portion(inputs=inputs)]
     part = None
+    held_bytes = _held_bytes(inputs, spec, total)
     if fitting < 1 and spec.has_fixed_positions and not _is_packed(inputs):
-        part = _part_tokens(inputs, spec, limits, min(at_once, length), total)
+        part = _part_tokens(limits, min(max(at_once, whole), length), length, total, held_bytes)
     if fitting < 1 and part is None and row_bytes > limits.run_bytes:
         raise CapacityError(
             f"one row of {length} tokens takes about {row_bytes} bytes while it runs, the limit is {limits.run_bytes}: "
             "send shorter rows (several sequences as rows of their own), or use a server with more memory"
         )
     size = max(1, fitting)
-    return [
-        Portion(inputs=inputs.take_rows(slice(start, start + size)), part_tokens=part) for start in range(0, rows, size)
-    ]
+    cuts = [inputs.take_rows(slice(start, start + size)) for start in range(0, rows, size)]
+    return [Portion(inputs=one, part_tokens=part, held_bytes=held_bytes if part else 0) for one in cuts]
 
 
-def _tokens_at_once(total: int, spec: SpanSpec, limits: RunLimits) -> int:
+def _in_time(tokens: int, total: int, spec: SpanSpec) -> int:
+    """Returns how many tokens of long rows take as long as so many of short ones."""
     # Attention takes 2 x L x D multiplications for a token, half of them masked; the products of a block about 12 x D².
-    return max(1, int(limits.portion_tokens / (1 + total / (12 * spec.hidden_size))))
+    return max(1, int(tokens / (1 + total / (12 * spec.hidden_size))))
 
 
 def _row_bytes(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits, length: int, total: int) -> int:
@@ -101,14 +106,17 @@ def _is_packed(inputs: SpanInputs) -> bool:
     return not bool((positions[:, 1:] - positions[:, :-1] == 1).all())
 
 
-def _part_tokens(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits, at_once: int, total: int) -> int | None:
+def _held_bytes(inputs: SpanInputs, spec: SpanSpec, total: int) -> int:
+    """Returns what a row in parts holds all the time: the states between the blocks, and all keys and values."""
+    states = inputs.hidden.shape[1] * spec.hidden_size * spec.dtype.itemsize * (len(inputs.blocks) + _STATES)
+    return states + 2 * total * spec.kv_token_bytes
+
+
+def _part_tokens(limits: RunLimits, at_once: int, length: int, total: int, held_bytes: int) -> int | None:
     """Returns how many tokens of one row run at a time; None if even few do not fit."""
-    length = inputs.hidden.shape[1]
-    state_bytes = spec.hidden_size * spec.dtype.itemsize
-    kept = length * state_bytes * (len(inputs.blocks) + _STATES) + 2 * total * spec.kv_token_bytes
     # A part sees the tokens before it through a mask, whatever the model.
     token_bytes = _GRAPHS * limits.token_bytes + total * _MASK_BYTES
-    fitting = (limits.run_bytes - kept) // max(1, token_bytes)
+    fitting = (limits.run_bytes - held_bytes) // max(1, token_bytes)
     return min(at_once, fitting) if fitting >= min(_MIN_PART_TOKENS, length) else None
 
 

@@ -3,7 +3,7 @@
 A part of a row sees the tokens before it as keys and values, as the parts of a long prompt do in a session. Backward,
 the last part comes first: each part is computed again with a graph, and hands the gradients of the keys and values
 that it has seen to the parts that made them. It takes the memory of one part's graph in one block, the hidden states
-between the blocks, and all keys and values.
+between the blocks, and all keys and values. Both passes are generators, which yield after each part of each block.
 
 Shapes: ``B`` rows, ``S`` new tokens, ``P`` prefix, ``D`` width.
 """
@@ -11,7 +11,7 @@ Shapes: ``B`` rows, ``S`` new tokens, ``P`` prefix, ``D`` width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,33 +28,33 @@ class LongRows:
         runner: The span.
         inputs: The rows; where they, their adapters or prefix require gradients, `backward` finds them.
         part_tokens: Tokens of each row that run at a time.
-        between: Called after each part of each block.
     """
 
-    def __init__(
-        self, runner: SpanRunner, inputs: SpanInputs, part_tokens: int, between: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, runner: SpanRunner, inputs: SpanInputs, part_tokens: int) -> None:
         self.gradients: dict[int, Tensor] = {}
         self.prefix_gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """By block, ``[B, H, P, W]``."""
         self._runner = runner
         self._inputs = inputs
-        self._between = between
+        # A server that moves may drop the span between two parts.
+        self._layouts = {block: runner.spec.kv_layouts[block] for block in inputs.blocks}
         length = inputs.hidden.shape[1]
         self._before = inputs.prefix[0].shape[2] if inputs.prefix else 0
         self._parts = [(start, min(start + part_tokens, length)) for start in range(0, length, part_tokens)]
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: list[Tensor] = []
 
-    def forward(self) -> SpanOutputs:
+    def forward(self) -> Generator[None, None, SpanOutputs]:
         """Runs all blocks, without a graph."""
         found: list[SpanOutputs] = []
         hidden = self._inputs.hidden.detach()
         for block in self._inputs.blocks:
             self._states.append(hidden)
             self._past[block] = self._empty_past(block)
-            with torch.no_grad():
-                parts = [self._forward_part(block, hidden, start, end) for start, end in self._parts]
+            parts: list[SpanOutputs] = []
+            for start, end in self._parts:
+                parts.append(self._forward_part(block, hidden, start, end))
+                yield
             found.append(join_outputs(parts, dim=1))
             hidden = found[-1].hidden
         return SpanOutputs(
@@ -64,13 +64,13 @@ class LongRows:
             router_blocks=tuple(block for one in found for block in one.router_blocks),
         )
 
-    def backward(self, grads: SpanOutputs, router_blocks: Sequence[int]) -> Tensor:
+    def backward(self, grads: SpanOutputs, router_blocks: Sequence[int]) -> Generator[None, None, Tensor]:
         """Returns the gradient of the first block's input; `forward` has run."""
         routers = dict(zip(router_blocks, grads.router_logits, strict=bool(grads.router_logits)))
         blocks = self._inputs.blocks
         grad = grads.hidden
         for index in reversed(range(len(blocks))):
-            grad = self._backward_block(blocks[index], self._states.pop(), grad, routers.get(blocks[index]))
+            grad = yield from self._backward_block(blocks[index], self._states.pop(), grad, routers.get(blocks[index]))
             if index and grads.hidden_states:
                 grad = grad + grads.hidden_states[index - 1].to(grad.dtype)
         return grad
@@ -78,7 +78,7 @@ class LongRows:
     def _empty_past(self, block: int) -> tuple[Tensor, Tensor]:
         """Returns room for all keys and values of a block, with the prefix in it."""
         spec, hidden = self._runner.spec, self._inputs.hidden
-        layout = spec.kv_layouts[block]
+        layout = self._layouts[block]
         total = self._before + hidden.shape[1]
         keys = torch.empty(hidden.shape[0], layout.key_heads, total, layout.key_width, dtype=layout.dtype)
         values = torch.empty(hidden.shape[0], layout.value_heads, total, layout.value_width, dtype=layout.dtype)
@@ -91,19 +91,20 @@ class LongRows:
 
     def _forward_part(self, block: int, hidden: Tensor, start: int, end: int) -> SpanOutputs:
         past = self._past[block]
-        outputs, made = self._runner.forward_part(
-            self._part(block, hidden, start, end, [whole[:, :, : self._before + start] for whole in past])
-        )
-        for whole, new in zip(past, made, strict=True):
-            whole[:, :, self._before + start : self._before + end] = new
-        self._between()
+        seen = [whole[:, :, : self._before + start] for whole in past]
+        with torch.no_grad():
+            outputs, made = self._runner.forward_part(self._part(block, hidden, start, end, seen))
+            for whole, new in zip(past, made, strict=True):
+                whole[:, :, self._before + start : self._before + end] = new
         return outputs
 
     def _part(self, block: int, hidden: Tensor, start: int, end: int, past: Sequence[Tensor]) -> SpanInputs:
         inputs = self._inputs.take_blocks(range(block, block + 1), hidden).take_tokens(start, end)
         return dataclasses.replace(inputs, prefix=tuple(past), collect_hidden=False)
 
-    def _backward_block(self, block: int, hidden: Tensor, grad: Tensor, grad_router: Tensor | None) -> Tensor:
+    def _backward_block(
+        self, block: int, hidden: Tensor, grad: Tensor, grad_router: Tensor | None
+    ) -> Generator[None, None, Tensor]:
         past = self._past.pop(block)
         # In float32: a key collects the gradients of all later parts.
         collected = [torch.zeros_like(whole, dtype=torch.float32) for whole in past]
@@ -131,7 +132,7 @@ class LongRows:
                 if more is not None:
                     whole[:, :, : self._before + start] += more
             add_gradients(self.gradients, leaves, found[3:])
-            self._between()
+            yield
         if self._before:
             keys, values = (whole[:, :, : self._before] for whole in collected)
             self.prefix_gradients[block] = (keys.to(past[0].dtype), values.to(past[1].dtype))

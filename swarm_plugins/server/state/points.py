@@ -4,7 +4,8 @@ The figures are this server's own: nothing that a peer claims counts. Who has se
 up to ``_MAX_WEIGHT`` times a newcomer's. An identity costs nothing, so those without points share one newcomer's
 turns, and a part of the memory, with all others of their address. Peers of one relay have its address.
 
-Work is counted in tokens times blocks, and counts half after a week.
+Work is counted in tokens times blocks, what this server does in how many of them it could have done in that time. It
+counts half after a week.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Points:
         self._account(peer).earned += work
         self._has_changed = True
 
-    def served(self, peer: str, work: int) -> None:
+    def served(self, peer: str, work: float) -> None:
         """Notes work that this server has done for a peer."""
         if peer:
             self._account(peer).served += work
@@ -186,7 +187,8 @@ class Points:
     def _forget_one(self) -> None:
         """Drops the account with least work: first of those that have earned nothing."""
         accounts = self._accounts
-        del accounts[min(accounts, key=lambda peer: (accounts[peer].earned, accounts[peer].at))]
+        # A copy: the event loop and the compute thread both write.
+        del accounts[min(list(accounts), key=lambda peer: (accounts[peer].earned, accounts[peer].at))]
 
 
 def host_in(address: str) -> str:

@@ -1,8 +1,12 @@
-"""Forwards and backwards in portions: their outputs and gradients are joined to those of the whole batch."""
+"""Forwards and backwards in portions: their outputs and gradients are joined to those of the whole batch.
+
+Both are generators, which yield between two portions and after each part of a long row: other work may run there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,36 +32,51 @@ def run_forward(
     runner: SpanRunner,
     portions: Sequence[Portion],
     *,
+    keep: Callable[[KeptForward, int], bool] | None = None,
     keep_bytes: int = 0,
     weights: Collection[int] = (),
-    between: Callable[[], None] = lambda: None,
-) -> tuple[SpanOutputs, tuple[KeptForward, ...] | None, int]:
-    """Runs portions one after another.
+) -> Generator[None, None, SpanOutputs]:
+    """Runs portions one after another; returns their outputs.
 
-    Returns:
-        The outputs; the forwards with their graphs, None if they do not fit in ``keep_bytes``; the bytes they hold.
+    Args:
+        runner: The span.
+        portions: What runs.
+        keep: Gets each portion with its graph and the bytes it holds, as long as it returns True. None: no graphs.
+        keep_bytes: Most bytes of all graphs together.
+        weights: Addresses of the span's own storages, which do not count.
     """
     outputs: list[SpanOutputs] = []
-    kept: list[KeptForward] = []
-    held, is_keeping = 0, keep_bytes > 0 and all(one.part_tokens is None for one in portions)
+    held = 0
     for index, one in enumerate(portions):
         if index:
-            between()
-        inputs = one.inputs.map(lambda tensor: tensor.to(runner.spec.device))
-        if one.part_tokens is not None:
-            made = LongRows(runner, inputs, one.part_tokens, between).forward()
-        elif is_keeping:
-            made, forward, num_bytes = forward_keeping(runner, inputs, limit_bytes=keep_bytes - held, weights=weights)
-            held += num_bytes
-            if forward is None:
-                is_keeping = False
-                kept.clear()
-            else:
-                kept.append(forward)
-        else:
-            made = forward_only(runner, inputs)
-        outputs.append(made.map(Tensor.cpu))
-    return join_outputs(outputs, dim=0), tuple(kept) if is_keeping else None, held if is_keeping else 0
+            yield
+        made, num_bytes = yield from _run_portion(runner, one, keep, keep_bytes - held, weights)
+        held += num_bytes or 0
+        if num_bytes is None:
+            keep = None
+        outputs.append(made)
+    return join_outputs(outputs, dim=0)
+
+
+def _run_portion(
+    runner: SpanRunner,
+    portion: Portion,
+    keep: Callable[[KeptForward, int], bool] | None,
+    limit_bytes: int,
+    weights: Collection[int],
+) -> Generator[None, None, tuple[SpanOutputs, int | None]]:
+    """Returns the outputs of a portion, and the bytes of its graph, None if that is not kept."""
+    # Nothing of it stays in a frame that waits for its turn: a graph that the store gives up is to be freed.
+    inputs = portion.inputs.map(lambda tensor: tensor.to(runner.spec.device))
+    if portion.part_tokens is not None:
+        made = yield from LongRows(runner, inputs, portion.part_tokens).forward()
+    elif keep is None:
+        made = forward_only(runner, inputs)
+    else:
+        made, forward, num_bytes = forward_keeping(runner, inputs, limit_bytes=limit_bytes, weights=weights)
+        if forward is not None and keep(forward, num_bytes):
+            return made.map(Tensor.cpu), num_bytes
+    return made.map(Tensor.cpu), None
 
 
 def run_backward(
@@ -69,15 +88,16 @@ def run_backward(
     limit_bytes: int = 1 << 62,
     weights: Collection[int] = (),
     between: Callable[[], None] = lambda: None,
-) -> Gradients:
+) -> Generator[None, None, Gradients]:
     """Returns the gradients of kept forwards, or of portions that run (again) for it; see `gradients`."""
     found: list[Gradients] = []
+    sums: tuple[Tensor, ...] = ()
     first = 0
     if len(parts) > 1:
         _check_rows(grads, sum(part.inputs.hidden.shape[0] for part in parts))
     for index, part in enumerate(parts):
         if index:
-            between()
+            yield
         count = part.inputs.hidden.shape[0]
         share = grads if len(parts) == 1 else grads.take_rows(slice(first, first + count))
         first += count
@@ -88,20 +108,22 @@ def run_backward(
             inputs = part.inputs.map(lambda tensor: tensor.to(runner.spec.device))
             one = gradients(runner, inputs, share, needs, limit_bytes=limit_bytes, weights=weights, between=between)
         else:
-            one = _of_long_rows(runner, part, share, needs, between)
-        found.append(one)
-    return _joined(found)
+            one = yield from _of_long_rows(runner, part, share, needs)
+        # Added up at once: a batch of many portions would hold as many gradients of its adapters.
+        sums = tuple(map(torch.add, sums, one.adapters)) if index else one.adapters
+        found.append(dataclasses.replace(one, adapters=()))
+    return _joined(found, sums)
 
 
 def _of_long_rows(
-    runner: SpanRunner, part: Portion, grads: SpanOutputs, needs: Needs, between: Callable[[], None]
-) -> Gradients:
+    runner: SpanRunner, part: Portion, grads: SpanOutputs, needs: Needs
+) -> Generator[None, None, Gradients]:
     given = part.inputs.map(lambda tensor: tensor.to(runner.spec.device))
     inputs = as_leaves(given, Needs(hidden=False, adapters=needs.adapters))
-    rows = LongRows(runner, inputs, part.part_tokens or 1, between)
-    outputs = rows.forward()
+    rows = LongRows(runner, inputs, part.part_tokens or 1)
+    outputs = yield from rows.forward()
     paired(outputs, grads)
-    hidden = rows.backward(grads, outputs.router_blocks)
+    hidden = yield from rows.backward(grads, outputs.router_blocks)
     leaves = inputs.adapters.tensors if needs.adapters else ()
     prefix = [rows.prefix_gradients[block] for block in inputs.blocks] if needs.prefix and inputs.prefix else []
     return Gradients(
@@ -123,15 +145,10 @@ def _check_rows(grads: SpanOutputs, num_rows: int) -> None:
             )
 
 
-def _joined(parts: Sequence[Gradients]) -> Gradients:
-    if len(parts) == 1:
-        return parts[0]
+def _joined(parts: Sequence[Gradients], adapters: tuple[Tensor, ...]) -> Gradients:
     hidden = [part.hidden for part in parts if part.hidden is not None]
-    sums = list(parts[0].adapters)
-    for part in parts[1:]:
-        sums = [one + other for one, other in zip(sums, part.adapters, strict=True)]
     return Gradients(
         hidden=join_rows(hidden) if hidden else None,
-        adapters=tuple(sums),
+        adapters=adapters,
         prefix=tuple(join_rows(rows) for rows in zip(*(part.prefix for part in parts), strict=True)),
     )

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from swarm_plugins.block_io import CacheOp
-from swarm_plugins.blocks.kv import KVCache
+from swarm_plugins.blocks.kv import KVCache, RewindError
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.state.inbox import Inbox
 
@@ -199,18 +201,21 @@ def _rows_after(op: CacheOp, batch_size: int) -> int:
 
 def apply_ops(ops: tuple[CacheOp, ...], cache: KVCache) -> None:
     """Applies checked operations; only on the compute thread."""
-    rows, length = list(range(cache.batch_size)), cache.length
+    rows, length = np.arange(cache.batch_size), cache.length
     for op in ops:
         if op.kind == "crop":
             length = min(length, op.indices[0])
         elif op.kind == "repeat":
-            rows = [row for row in rows for _ in range(op.indices[0])]
+            rows = rows.repeat(op.indices[0])
         elif op.kind == "reset":
             length = 0
         else:
-            rows = [rows[index] for index in op.indices]
+            rows = rows[list(op.indices)]
     # The cache is copied once, however many operations there are: the rest of the server waits meanwhile.
     if length < cache.length:
-        cache.crop(length)
-    if rows != list(range(cache.batch_size)):
-        cache.select(rows)
+        try:
+            cache.crop(length)
+        except RewindError as error:
+            raise RequestError("unknown_session", f"{error}: open a new session and replay") from None
+    if not np.array_equal(rows, np.arange(cache.batch_size)):
+        cache.select(rows.tolist())

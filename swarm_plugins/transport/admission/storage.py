@@ -88,6 +88,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         if owner in self._origins:
             self._origins[owner] = self._origins.pop(owner)
 
+    async def forget(self, owner: str) -> None:
+        """Forgets all records of an owner; for other threads, which submit this to the DHT's."""
+        self.drop([owner])
+
     def drop(self, owners: Iterable[str]) -> None:
         """Forgets all records of some owners."""
         for owner in owners:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio.to_thread
 from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.errors import CapacityError
@@ -18,6 +19,8 @@ from swarm_plugins.web.engine.models import Models
 from swarm_plugins.web.engine.request import Done, Event, Generation
 from swarm_plugins.web.engine.run import Run
 from swarm_plugins.web.settings import ApiSettings
+
+T = TypeVar("T")
 
 MAX_WAITING = 64
 """Requests that wait; further ones are refused."""
@@ -41,8 +44,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.settings = settings
         self.caches = CacheStore(max_bytes=settings.cache_bytes, token_bytes=_token_bytes(models.base))
-        self.reading = FairLock()
-        """Held while text becomes tokens: tokenizers keep settings of a call in themselves. Keys take turns."""
+        self._reading = FairLock()
         self._threads = ThreadPoolExecutor(settings.max_running, thread_name_prefix="swarm-api")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="swarm-api-adapters")
         self._turns = asyncio.Semaphore(settings.max_running)
@@ -59,6 +61,14 @@ class Engine:
         for threads in (self._threads, self._loading):
             threads.shutdown(wait=False, cancel_futures=True)
         self.caches.clear()
+
+    async def in_turn(self, tenant: str, work: Callable[[], T]) -> T:
+        """Runs what reads a request in a thread, one request at a time: keys take turns by the time that it takes.
+
+        Tokenizers keep settings of a call in themselves, so no two texts become tokens at once.
+        """
+        async with self._reading.turn(tenant):
+            return await anyio.to_thread.run_sync(work)
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Yields a generation's events; leaving the iterator ends it and frees its session.

@@ -15,6 +15,7 @@ from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import end_tokens
 from swarm_plugins.web.engine.request import Scored
 from swarm_plugins.web.protocol.answers import Answer, Ended, Said, Whole, chat_logprobs, read_answers
+from swarm_plugins.web.protocol.bodies import read_body
 from swarm_plugins.web.protocol.chat_request import ChatRequest, prepare
 from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.streams import while_connected
@@ -26,7 +27,8 @@ def chat_router(engine: Engine, prompts: Prompts) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=None)
-    async def create(body: ChatRequest, request: Request) -> Response:
+    async def create(request: Request) -> Response:
+        body = await read_body(ChatRequest, request, engine)
         prepared = await prepare(body, tenant_of(request), engine, prompts)
         events = while_connected(request, engine.generate(prepared.generation))
         said = read_answers(events, prepared.readers())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -17,8 +18,11 @@ from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.protocol.fields import Fields, SamplingFields
 from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.tools import DemandedReader, MessageReader, ToolFormat, call_schema, tool_format
+from swarm_plugins.web.protocol.values import ValueCounter
 
 _MAX_SCHEMA_CHARS = 65_536
+_MAX_VALUES = 1 << 14
+"""In the arguments of all calls of a conversation."""
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
 
 
@@ -159,9 +163,17 @@ class ChatRequest(SamplingFields):
             wanted = self.tool_choice.function.name
             if wanted not in {tool.function.name for tool in self.tools or ()}:
                 raise ValueError(f"tool_choice names {wanted!r}, which is not among the tools")
+        calls = (call for message in self.messages for call in message.tool_calls or ())
+        # JSON in a text, which chat templates take as values.
+        if sum(ValueCounter().add(call.function.arguments.encode(errors="replace")) for call in calls) > _MAX_VALUES:
+            raise ValueError(f"the arguments of its tool calls have more than {_MAX_VALUES} values: send fewer calls")
         return self
 
-    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        """Returns the messages as chat templates take them."""
+        return [message.for_template() for message in self.messages]
+
+    @functools.cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The tools shown to the model."""
         if self.tool_choice == "none":
@@ -203,12 +215,11 @@ async def prepare(body: ChatRequest, tenant: str, engine: Engine, prompts: Promp
         UnknownModelError: If there is no such model.
         ConfigError: If a JSON schema cannot be enforced.
     """
-    body.check()
     engine.models.split(body.model)  # an unknown model is the first thing to say
     found = tool_format(engine.tokenizer)
     own = getattr(engine.tokenizer, "response_template", None)
     template = own or (found and found.template)
-    messages = [message.for_template() for message in body.messages]
+    messages = await engine.in_turn(tenant, body.for_template)
     text = await prompts.text_of(messages, body.offered, tenant=tenant)
     opened = None
     if body.offered:

@@ -17,6 +17,7 @@ from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Done, Event, Generation, Piece, PromptScored
 from swarm_plugins.web.protocol.answers import Answer, Ended, Said, Whole, read_answers, text_logprobs
+from swarm_plugins.web.protocol.bodies import read_body
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.protocol.fields import SamplingFields
 from swarm_plugins.web.protocol.prompts import Prompts
@@ -76,7 +77,8 @@ def completions_router(engine: Engine, prompts: Prompts) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions", response_model=None)
-    async def create(body: CompletionRequest, request: Request) -> Response:
+    async def create(request: Request) -> Response:
+        body = await read_body(CompletionRequest, request, engine)
         generations = await _generations(body, request, engine, prompts)
         count = sum(one.n for one in generations)
         events = while_connected(request, _as_one(engine, body, generations))
@@ -87,7 +89,6 @@ def completions_router(engine: Engine, prompts: Prompts) -> APIRouter:
 
 
 async def _generations(body: CompletionRequest, request: Request, engine: Engine, prompts: Prompts) -> list[Generation]:
-    body.check()
     tenant, wanted = tenant_of(request), body.prompts()
     answers = body.answers(len(wanted))
     found = []

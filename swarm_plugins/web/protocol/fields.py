@@ -21,6 +21,8 @@ from swarm_plugins.web.protocol.errors import ApiError
 MAX_ANSWERS = 8
 """Most answers (``n``, times the prompts) of one request."""
 
+_MAX_BIASES = 1024
+
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -108,9 +110,17 @@ class SamplingFields(Fields):
     max_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few(cls, bias: Any) -> Any:
+        # Otherwise each wrong one would be an error of its own first.
+        if isinstance(bias, dict) and len(bias) > _MAX_BIASES:
+            raise ValueError(f"it names {len(bias)} tokens, at most {_MAX_BIASES} can have a bias")
+        return bias
 
     @field_validator("logit_bias")
     @classmethod

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import anyio.to_thread
-
 from swarm_plugins.errors import one_line
 from swarm_plugins.talk.turns import context_tokens
 from swarm_plugins.web.engine.engine import Engine
@@ -53,8 +51,7 @@ class Prompts:
             )
 
         try:
-            async with self._engine.reading.turn(tenant):
-                return await anyio.to_thread.run_sync(read)
+            return await self._engine.in_turn(tenant, read)
         except Exception as error:  # a template is a program of the model's
             raise ApiError(
                 f"the model's chat template does not take these messages ({one_line(error)})", param="messages"
@@ -74,8 +71,7 @@ class Prompts:
             ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
             return ids
 
-        async with self._engine.reading.turn(tenant):
-            ids = await anyio.to_thread.run_sync(read)
+        ids = await self._engine.in_turn(tenant, read)
         # A tokenizer that ends each text would end the prompt.
         return ids[:-1] if special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 

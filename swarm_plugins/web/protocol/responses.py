@@ -16,6 +16,7 @@ from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Done
 from swarm_plugins.web.protocol.answers import Ended, Said, extension, read_answers
+from swarm_plugins.web.protocol.bodies import read_body
 from swarm_plugins.web.protocol.chat_request import ChatRequest, prepare
 from swarm_plugins.web.protocol.errors import invalid
 from swarm_plugins.web.protocol.fields import Fields
@@ -62,7 +63,6 @@ class ResponseRequest(Fields):
         Raises:
             ApiError: If a field cannot be honoured.
         """
-        self.check()
         chat = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         chat["messages"] = chat_messages(self.input, self.instructions)
         if self.max_output_tokens is not None:
@@ -81,9 +81,11 @@ class ResponseRequest(Fields):
         elif wanted:
             chat["response_format"] = wanted
         try:
-            return ChatRequest.model_validate(chat)
+            found = ChatRequest.model_validate(chat)
         except ValidationError as error:
             raise invalid(error.errors()) from error
+        found.check()
+        return found
 
 
 def responses_router(engine: Engine, prompts: Prompts) -> APIRouter:
@@ -91,9 +93,9 @@ def responses_router(engine: Engine, prompts: Prompts) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/responses", response_model=None)
-    async def create(body: ResponseRequest, request: Request) -> Response:
-        chat = body.as_chat()
-        prepared = await prepare(chat, tenant_of(request), engine, prompts)
+    async def create(request: Request) -> Response:
+        body, tenant = await read_body(ResponseRequest, request, engine), tenant_of(request)
+        prepared = await prepare(await engine.in_turn(tenant, body.as_chat), tenant, engine, prompts)
         events = while_connected(request, engine.generate(prepared.generation))
         said = read_answers(events, prepared.readers())
         answer = _Answer(body)

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
+import anyio
 from fastapi import Request
 from starlette.responses import StreamingResponse
 
@@ -30,9 +31,10 @@ async def while_connected(request: Request, events: AsyncGenerator[T, None]) -> 
                 try:
                     await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    # A generator cannot be closed while it runs.
+                    # A generator cannot be closed while it runs, and a scope that is cancelled ends every wait in it.
                     if following.cancel():
-                        await asyncio.wait({following})
+                        with anyio.CancelScope(shield=True):
+                            await asyncio.wait({following})
                 if following.cancelled():
                     raise ClientLeftError
                 try:

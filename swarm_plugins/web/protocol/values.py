@@ -10,6 +10,8 @@ class ValueCounter:
     """Counts the values of a JSON text, of which parts come one after another. Never too few of them."""
 
     def __init__(self) -> None:
+        self.num_objects = 0
+        """Those of them that are objects: a model is made of each."""
         self._count = 0
         self._rest = b""
         self._is_in_text = False
@@ -22,5 +24,6 @@ class ValueCounter:
         pieces = plain.removesuffix(self._rest).replace(b'\\"', b"").split(b'"')
         outside = b"".join(pieces[int(self._is_in_text) :: 2])
         self._is_in_text ^= len(pieces) % 2 == 0
+        self.num_objects += outside.count(b"{")
         self._count += sum(map(outside.count, _OPENING))
         return self._count

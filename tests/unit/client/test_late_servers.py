@@ -17,6 +17,7 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.errors import RequestTimeoutError, SwarmError
+from swarm_plugins.routing.chain import SpanChoice
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.local import LocalRoutes
@@ -62,8 +63,8 @@ async def test_blocks_that_hang_in_this_process_do_not_hang_the_client() -> None
             await asyncio.sleep(1e6)
 
     class Here:
-        async def stand_in(self, blocks: range) -> str:
-            return "here"
+        async def stand_in(self, blocks: range) -> list[SpanChoice]:
+            return [SpanChoice("here", blocks.start, blocks.stop)]
 
         async def close(self) -> None:
             await local.end("here")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import lm_eval.utils
 import pytest
+from datasets import load_dataset
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from evaluation_kit import write_task
 from jinja2.exceptions import SecurityError
@@ -79,6 +81,8 @@ def grown(line: str) -> str:
         pytest.param("{k: x}", grown("a{n}: &a{n} {{<<: [{before}]}}"), id="merged"),
         pytest.param("x", grown("a{n}: &a{n} !!pairs [k: [{before}]]"), id="pairs"),
         pytest.param("x", "deep: &a [*a]", id="endless"),
+        # Made, it would take a minute and a half.
+        pytest.param("x", f"long: 1{':1' * 480_000}", id="number"),
     ],
 )
 def test_what_stands_for_more_than_it_says_is_refused(tmp_path: Path, first: str, content: str) -> None:
@@ -86,6 +90,21 @@ def test_what_stands_for_more_than_it_says_is_refused(tmp_path: Path, first: str
     file.write_text(f"{GOOD}a0: &a0 {first}\n{content}\ndataset_kwargs: {{data_files: x}}")
     with pytest.raises(ConfigError, match=r"expands to (inf|\d(\.\d+)?e\+1\d) values, the limit is 100000"):
         read_task_file(file)
+
+
+def test_no_description_of_data_is_expanded(tmp_path: Path) -> None:
+    """`datasets` reads YAML beside the data; what its aliases stand for is shared there, and nobody walks it."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "test.jsonl").write_text('{"q": "a"}\n')
+    bomb = grown("a{n}: &a{n} [{before}]")
+    card = f"a0: &a0 x\n{bomb}\nconfigs:\n- {{config_name: default, data_files: '*.jsonl', bomb: *a11}}\n"
+    (data / "README.md").write_text(f"---\n{card}---\n")
+    (data / ".huggingface.yaml").write_text(card)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = load_dataset(str(data), split="train", cache_dir=str(tmp_path / "cache"))
+    assert list(found) == [{"q": "a"}]
 
 
 def test_lm_eval_gets_what_was_checked_also_behind_links(tmp_path: Path) -> None:

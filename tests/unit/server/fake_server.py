@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.kv import BlockKV, in_pages
+from swarm_plugins.blocks.norms import NormedLayer
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.table import service_handlers
@@ -29,6 +32,8 @@ MAX_POSITIONS = 200
 
 class FakeCache:
     """Remembers the first number of every token of the first row."""
+
+    has_states = False
 
     def __init__(self, runner: FakeRunner, batch_size: int, length: int = 0) -> None:
         self.runner = runner
@@ -82,13 +87,24 @@ class FakeRunner:
         """One for each block of a forward that may end. None: each ends by itself."""
         self.events: list[str] = []
 
+    def at_boundary(self) -> None:
+        if self.on_block_boundary is not None:
+            self.on_block_boundary()
+
     def check_adapter(
         self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...], run_bytes: int
     ) -> LoadedAdapter:
         return LoadedAdapter(digest=digest, spec=spec, tensors=tensors)
 
-    def weight_norms(self, adapter: LoadedAdapter) -> tuple[Tensor, ...]:
-        return ()
+    def checking_adapter(self, *args: Any) -> Generator[None, None, LoadedAdapter]:
+        yield from ()
+        return self.check_adapter(*args)
+
+    def weight_norms(self, layers: Sequence[NormedLayer]) -> Generator[None, None, tuple[Tensor, ...]]:
+        for layer in layers:
+            self.events.append(f"norm of block {layer.layer.block}")
+            yield
+        return tuple(torch.ones(len(layer.factor_b)) for layer in layers)
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> FakeCache:
         self.threads.add(threading.get_ident())
@@ -98,8 +114,8 @@ class FakeRunner:
         self.threads.add(threading.get_ident())
         hidden, states = inputs.hidden, []
         for block in inputs.blocks:
-            if block > inputs.blocks.start and self.on_block_boundary is not None:
-                self.on_block_boundary()
+            if block > inputs.blocks.start:
+                self.at_boundary()
             self.events.append(f"block {block}")
             time.sleep(self.block_s)
             if self.blocks_may_end is not None:
@@ -127,6 +143,8 @@ class FakeRunner:
             hidden = step.hidden
             logits = hidden.reshape(-1, WIDTH)
             for block in step.blocks:
+                if block > step.blocks.start:
+                    self.at_boundary()
                 hidden = hidden + (block + 1)
             step.cache.length += step.hidden.shape[1]
             outputs.append(
@@ -138,6 +156,14 @@ class FakeRunner:
                 )
             )
         return outputs
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for something that another thread or task does."""
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
 
 
 def replace_info(info: ServerInfo, *, load: float) -> ServerInfo:

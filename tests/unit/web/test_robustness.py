@@ -17,18 +17,21 @@ from unittest.mock import Mock
 import httpx2
 import openai
 import pytest
+from fastapi import Request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from web_kit import client_of, served
 
-from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.web import ApiSettings, access, create_app
 from swarm_plugins.web.engine import run
+from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Scored
+from swarm_plugins.web.protocol.bodies import read_body
+from swarm_plugins.web.protocol.fields import Fields
 from swarm_plugins.web.protocol.prompts import Prompts
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a long story."}]
@@ -64,6 +67,16 @@ def test_a_client_that_leaves_frees_its_session(
     until(lambda: swarm.num_sessions == 0)
     until(lambda: "running_requests 0.0" in httpx2.get(f"{url}/metrics").text)
     assert not caplog.records  # leaving is not a fault
+
+
+def test_leaving_a_stream_between_its_parts_is_not_a_fault(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = {"model": "tiny", "prompt": "abc", "max_tokens": 400, "logit_bias": {"2": -100}, "stream": True}
+    with served(create_app(tiny_model("llama").eval(), tokenizer, name="tiny")) as url:
+        for _ in range(3):
+            with httpx2.stream("POST", f"{url}/v1/completions", json=wanted) as answer:
+                next(answer.iter_lines())
+        until(lambda: "running_requests 0.0" in httpx2.get(f"{url}/metrics").text)
+    assert not caplog.records
 
 
 def test_a_client_that_does_not_read_keeps_no_other_from_its_turn(model: Any, tokenizer: Any) -> None:
@@ -204,6 +217,10 @@ def test_what_is_no_request_is_refused_in_openais_shape(url: str, content: bytes
     assert httpx2.post(f"{url}/v1/nothing", json={}).json()["error"]["code"] == "unknown_url"
 
 
+def call_of(arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 
 
@@ -299,16 +316,52 @@ def test_a_request_that_stops_half_way_is_ended(url: str, monkeypatch: pytest.Mo
         assert answer.startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("prompt", [[1] * 100_000, [[1]] * 40_000, [["a"] * 9] * 9_000])
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        ([1] * 100_000, "66048 values"),
+        ([[1]] * 40_000, "66048 values"),
+        ([["a"] * 9] * 9_000, "66048 values"),
+        ([{"type": "text", "text": "a"}] * 9_000, "8192 objects"),
+    ],
+)
 def test_a_request_of_too_many_values_is_not_even_parsed(
-    url: str, monkeypatch: pytest.MonkeyPatch, prompt: Any
+    url: str, monkeypatch: pytest.MonkeyPatch, prompt: Any, what: str
 ) -> None:
     parsed = list[bool]()
-    monkeypatch.setattr("starlette.requests.Request.json", lambda self: parsed.append(True))
+    monkeypatch.setattr(Engine, "in_turn", lambda self, tenant, work: parsed.append(True))
     answer = httpx2.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1})
     assert answer.status_code == 413
-    assert answer.json()["error"]["message"] == "the request has more than 66048 values: send less at once"
+    assert answer.json()["error"]["message"] == f"the request has more than {what}: send less at once"
     assert not parsed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # A text of 3 MB, whose million lists take seconds to be made.
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call_of(f"[{'[],' * 1_000_000}0]")]}]},
+            "the arguments of its tool calls have more than 16384 values: send fewer calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call_of(f"[{'[],' * 5000}0]")] * 4}]},
+            "the arguments of its tool calls have more than 16384 values: send fewer calls",
+        ),
+        ({"logit_bias": dict.fromkeys(map(str, range(60_000)), "a")}, "invalid logit_bias: it names 60000 tokens"),
+    ],
+)
+def test_what_would_take_long_to_read_is_refused_before(url: str, changes: dict[str, Any], message: str) -> None:
+    answer = httpx2.post(f"{url}/v1/chat/completions", json=GOOD["/v1/chat/completions"] | changes)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_body_of_another_type_is_refused(url: str) -> None:
+    headers = {"Content-Type": "text/plain"}  # which any page may send
+    answer = httpx2.post(f"{url}/v1/completions", content=json.dumps(GOOD["/v1/completions"]), headers=headers)
+    assert answer.status_code == 400
+    assert "send it as Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_a_request_in_utf_16_is_refused(url: str) -> None:
@@ -337,11 +390,8 @@ async def test_long_texts_of_a_key_keep_no_other_from_its_turn() -> None:
         return {"input_ids": [1]}
 
     tokenizer = Mock(side_effect=tokens_of, eos_token_id=2, get_vocab=lambda: {"a": 0})
-    base = tiny_model("llama")
-    engine: Any = SimpleNamespace(
-        tokenizer=tokenizer, reading=FairLock(), models=SimpleNamespace(base=base), settings=ApiSettings()
-    )
-    prompts = Prompts(engine)
+    models: Any = SimpleNamespace(base=tiny_model("llama"))
+    prompts = Prompts(Engine(models, tokenizer, ApiSettings()))
 
     async def other() -> None:
         await asyncio.to_thread(began.wait, 30)
@@ -353,6 +403,41 @@ async def test_long_texts_of_a_key_keep_no_other_from_its_turn() -> None:
 
     await asyncio.gather(prompts.of_text("first long", tenant="one"), other())
     assert order[:2] == ["first long", "short"]
+
+
+async def test_bodies_of_a_key_keep_no_other_from_its_turn() -> None:
+    began, go_on, order = threading.Event(), threading.Event(), list[str]()
+    loop_thread = threading.get_ident()
+
+    class Body(Fields):
+        name: str
+
+        def check(self, place: str = "") -> None:
+            assert threading.get_ident() != loop_thread
+            order.append(self.name)
+            if self.name == "first":
+                began.set()
+                assert go_on.wait(30)
+
+    models: Any = SimpleNamespace(base=tiny_model("llama"))
+    engine = Engine(models, Mock(), ApiSettings())
+
+    async def read(tenant: str, name: str) -> str:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": json.dumps({"name": name}).encode()}
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "swarm.tenant": tenant}
+        return (await read_body(Body, Request(scope, receive), engine)).name
+
+    first = asyncio.create_task(read("one", "first"))
+    await asyncio.to_thread(began.wait, 30)
+    others = [asyncio.create_task(read("one", f"more {index}")) for index in range(6)]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(read("two", "another key's"))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(first, other, *others)
+    assert order[:2] == ["first", "another key's"]
 
 
 def test_a_body_that_hides_its_length_is_bounded(guarded: str) -> None:

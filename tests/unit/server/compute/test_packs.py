@@ -11,7 +11,7 @@ from swarm_plugins.server.compute.work import choose_pack
 
 
 def step(tokens: int, rows: int = 1) -> Any:
-    return SimpleNamespace(num_left=tokens, batch_size=rows)
+    return SimpleNamespace(num_left=tokens, batch_size=rows, is_whole=False)
 
 
 @pytest.mark.parametrize(

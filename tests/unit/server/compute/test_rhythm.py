@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
@@ -25,6 +27,23 @@ def test_nothing_is_waited_for_without_knowledge() -> None:
     rhythm = Rhythm()
     rhythm.arrived("a", 0.0)
     assert rhythm.wait_s({"a"}, 0.0) == 0.0
+
+
+def test_rows_that_cost_as_much_as_the_forward() -> None:
+    assert with_costs(1, 7, 1, 7).free_rows == pytest.approx(FIXED_S / ROW_S)
+    # Without knowledge few are taken, so that more sizes run.
+    assert with_costs().free_rows == with_costs(3, 3).free_rows == 4
+
+
+def test_rows_that_cost_nothing() -> None:
+    rhythm = Rhythm()
+    for rows in (1, 7):
+        rhythm.ran(rows, FIXED_S)
+    assert rhythm.free_rows == math.inf
+
+
+def test_a_peer_that_keeps_to_one_size_does_not_hide_what_a_row_costs() -> None:
+    assert with_costs(1, 7, *[91] * 200).free_rows == pytest.approx(FIXED_S / ROW_S)
 
 
 def test_session_that_comes_back_soon_is_waited_for() -> None:

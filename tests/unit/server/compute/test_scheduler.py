@@ -3,19 +3,18 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_server import WIDTH, FakeCache, FakeRunner
+from fake_server import WIDTH, FakeCache, FakeRunner, until
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.compute import scheduler as scheduler_module
-from swarm_plugins.server.compute import work
+from swarm_plugins.server.compute import thread, work
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.failures import RequestError
 
@@ -26,13 +25,6 @@ ADDED = 3 + 4 + 5 + 6
 def step_of(runner: FakeRunner, num_tokens: int = 1, batch_size: int = 1, value: float = 1.0) -> StepInputs:
     hidden = torch.full((batch_size, num_tokens, WIDTH), value)
     return StepInputs(cache=FakeCache(runner, batch_size), blocks=BLOCKS, hidden=hidden, collect_router=True)
-
-
-async def until(condition: object) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.001)
 
 
 def test_waiting_steps_run_as_one_pack(runner: FakeRunner, scheduler: Scheduler) -> None:
@@ -79,6 +71,22 @@ def test_decode_goes_between_the_chunks_of_a_prefill(runner: FakeRunner, schedul
         [(1, 1), (1, 63)],
         [(1, 23)],
     ]
+
+
+def test_a_fault_of_the_scheduling_fails_what_waits_and_nothing_later(
+    runner: FakeRunner, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    async def scene() -> float:
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler._thread._turns, "order", fails)
+            with pytest.raises(RequestError, match="failed to choose"):
+                await scheduler.step(step_of(runner), timeout_s=20)
+        return float((await scheduler.step(step_of(runner), timeout_s=20)).hidden[0, 0, 0])
+
+    assert asyncio.run(scene()) == 1.0 + ADDED
 
 
 def test_one_bad_step_of_a_pack_fails_alone(runner: FakeRunner, scheduler: Scheduler) -> None:
@@ -325,7 +333,7 @@ def test_close_fails_what_waits(runner: FakeRunner) -> None:
         waiting = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
         await until(lambda: scheduler.num_waiting == 2)
         closing = asyncio.create_task(asyncio.to_thread(scheduler.close))
-        await until(lambda: scheduler._is_stopping)
+        await until(lambda: scheduler._thread.is_stopping)
         runner.gate.set()
         await closing
         with pytest.raises(RequestError, match="shutting down"):
@@ -347,7 +355,7 @@ def test_load_rises_with_work_and_falls_without(runner: FakeRunner, monkeypatch:
         now += 0.3
         return compute(steps)
 
-    for module in (scheduler_module, work):
+    for module in (scheduler_module, thread, work):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(runner, "step", step)
     scheduler = Scheduler(runner)

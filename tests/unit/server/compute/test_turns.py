@@ -1,4 +1,4 @@
-"""Shares of the tokens that run, by the peers' own history and address, whatever number of requests they send."""
+"""Shares of the compute thread's time, by the peers' own history and address, whatever number of requests they send."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from swarm_plugins.server.state.points import Points
 @dataclass
 class Item:
     peer: str
-    num_tokens: int = 1
+    work: int = 1
 
 
 def shares(points: Points, load: dict[str, list[int]], rounds: int = 600) -> Counter[str]:
-    """Returns the tokens that each peer gets, if all always wait with requests of given sizes."""
+    """Returns the seconds that each peer gets, if all always wait with requests of given sizes, a second each token."""
     turns = Turns(points)
     had: Counter[str] = Counter()
     for _ in range(rounds):
         first = turns.order([Item(peer, size) for peer, sizes in load.items() for size in sizes])[0]
-        turns.had(first.peer, first.num_tokens)
-        had[first.peer] += first.num_tokens
+        turns.ran(first.work, first.work)
+        turns.had(first.peer, first.work)
+        had[first.peer] += first.work
     return had
 
 
@@ -33,7 +34,7 @@ def test_one_peer_gets_everything_in_its_order() -> None:
     assert Turns(Points()).order(items) == items
 
 
-def test_large_and_many_requests_get_no_more_tokens() -> None:
+def test_large_and_many_requests_get_no_more_time() -> None:
     had = shares(Points(), {"flood": [100] * 20, "large": [400], "small": [1]}, rounds=4000)
     assert had["flood"] == pytest.approx(had["large"], rel=0.05)
     assert had["small"] == pytest.approx(had["large"], rel=0.05)

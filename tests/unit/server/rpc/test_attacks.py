@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeCache, FakeRunner
 from fake_server import playing as playing_all
 
-from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, PeftPart, adapter_digest
 from swarm_plugins.block_io import CacheOp, LoadedAdapter
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server import limits
@@ -130,7 +131,7 @@ def test_large_adapter_is_not_named_again_and_again() -> None:
     with store.using("alice", ["large", "small", "large", "small"]) as found:
         assert found == (large, small, large, small)
     with (
-        pytest.raises(RequestError, match="more than once, 800000 bytes in all, the limit is 524288"),
+        pytest.raises(RequestError, match="more than once, 808192 bytes in all, the limit is 524288"),
         store.using("alice", ["large"] * 3),
     ):
         raise AssertionError
@@ -141,7 +142,31 @@ def test_tiny_adapters_do_not_pile_up() -> None:
     for index in range(100):
         digest = f"adapter {index}"
         store.put("alice", LoadedAdapter(digest=digest, spec=AdapterSpec(modules=()), tensors=(torch.zeros(1),)))
-    assert len(store._held) == 8  # half of the budget at 4 KiB each
+    assert len(store._held) == 7  # half of the budget at 2 KiB for each and for its tensor
+
+
+def test_layers_that_share_tensors_and_empty_tensors_count_as_objects() -> None:
+    """Thousands of layers for few bytes took a hundred times what they counted for."""
+    options = (("oft_block_size", 8), ("block_share", False), ("use_cayley_neumann", True))
+    layers = tuple(
+        PeftLayer(block=2, module=f"mlp.experts.{index}.up_proj", options=options, names=("a", "b"), places=(0, 1))
+        for index in range(1000)
+    )
+    spec = AdapterSpec(modules=(), peft=PeftPart(method="OFT", shapes=((0,),) * 2, layers=layers))
+    packed = msgspec.msgpack.encode(spec)
+    store = AdapterStore(1 << 24)
+    tracemalloc.start()
+    try:
+        spec = msgspec.msgpack.decode(packed, type=AdapterSpec)
+        store.put("alice", LoadedAdapter(digest="layers", spec=spec, tensors=(torch.zeros(0),) * 2))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 1 << 19 < taken < store.used_bytes < 4 * taken
+    before = store.used_bytes
+    many = LoadedAdapter(digest="tensors", spec=AdapterSpec(modules=()), tensors=(torch.zeros(0),) * 1000)
+    store.put("alice", many)
+    assert store.used_bytes - before > 1000 << 10
 
 
 async def test_kept_adapter_does_not_hold_the_message_it_came_in(service: Service) -> None:

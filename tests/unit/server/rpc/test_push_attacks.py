@@ -11,6 +11,7 @@ from fake_server import VERSION, WIDTH
 from session_kit import ADDED, OPEN, ask, playing, step_of
 
 from swarm_plugins.errors import ProtocolError
+from swarm_plugins.server.rpc import push as push_module
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state import pushes as pushes_module
 from swarm_plugins.server.state.pushes import Pushes
@@ -109,6 +110,52 @@ async def test_whoever_takes_a_clients_name_takes_nothing_from_its_requests(serv
         await forward.send(FORWARD)
         await pushing(transport, "bob")
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse)
+
+
+async def test_what_was_pushed_once_opens_no_later_session(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_module, "_LONGEST_PAUSE_S", 0.01)
+    async with playing(service) as (channel, transport):
+        assert isinstance(await ask(channel, PUSHING), SessionOpened)
+        replayed = await pushing(transport, "bob")
+        assert value_of(await ask(channel, AWAITED)) == 2.0
+        step = PushedHidden(session=NAME, step=0, token=push_token(KEY, "bob", 0), hidden=torch.zeros(1, 1, WIDTH))
+        answer = await ask(replayed, step)
+        assert isinstance(answer, Failure)
+        assert "is at step 1" in answer.message, "the step is over"
+        await channel.close()
+        await until_none(service)
+        answer = await ask(await stream_of(transport, "bob", "rpc_push"), step)
+        assert isinstance(answer, Failure)
+        assert "may not push step 0" in answer.message, "so is the session"
+        again = await stream_of(transport, "alice")
+        assert isinstance(await ask(again, msgspec.structs.replace(PUSHING, push_key=OTHER_KEY)), SessionOpened)
+        answer = await ask(await stream_of(transport, "bob", "rpc_push"), step)
+        assert isinstance(answer, Failure)
+        assert "may not push step 0" in answer.message, "each session has a secret of its own, whatever its name"
+        await again.close()
+        await until_none(service)
+        assert not service.inboxes._named
+        assert not service.ledger.used
+
+
+async def test_pushes_without_number_wait_for_no_room_but_their_senders(service: Service) -> None:
+    async with playing(service) as (channel, transport):
+        assert isinstance(await ask(channel, PUSHING), SessionOpened)
+        channels = [await stream_of(transport, "alice", "rpc_push") for _ in range(40)]
+        for step, one in enumerate(channels):
+            await one.send(PushedHidden(session=NAME, step=step, hidden=torch.full((1, 1, WIDTH), 2.0)))
+        refused = [one for one in channels[8:] if isinstance(await one.receive(timeout_s=5), Failure)]
+        assert len(refused) == 32, "eight steps may come before their turn"
+        [inbox] = service.inboxes._named[NAME].values()
+        assert len(inbox._early) == 8
+        assert value_of(await ask(channel, AWAITED)) == 2.0
+
+
+async def until_none(service: Service) -> None:
+    """Returns when no session is open."""
+    async with asyncio.timeout(10):
+        while len(service.sessions):
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("hidden", [torch.zeros(1, 2, WIDTH), torch.zeros(1, 1, WIDTH).half()], ids=["shape", "dtype"])

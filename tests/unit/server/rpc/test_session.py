@@ -210,6 +210,7 @@ async def test_operations_take_effect_before_the_step(service: Service, runner: 
 
 
 async def test_fork_copies_the_cache_of_the_same_peer_only(service: Service, runner: FakeRunner) -> None:
+    service.kv_tokens = 400
     async with playing(service) as (channel, transport):
         opened = await ask(channel, OPEN)
         assert isinstance(opened, SessionOpened)

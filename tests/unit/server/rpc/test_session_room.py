@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import Sequence
 
 import msgspec
 import pytest
-from fake_server import FakeRunner, transport_to
+from fake_server import FakeRunner, transport_to, until
 from session_kit import OPEN, ask, playing, step_of
 
+from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
@@ -127,3 +131,53 @@ async def test_a_session_gives_its_room_to_others_when_its_lease_is_over(
         assert "had no step for 0.2 s and gave its room to others: open a new one and replay" in lost.message
         await stranger.close()
     assert runner.open_caches == []
+
+
+async def test_a_fork_gets_no_more_than_it_has_taken_room_for(service: Service, runner: FakeRunner) -> None:
+    """Forks of an empty session that waited behind its first step once got all its tokens, for nothing."""
+    async with playing(service) as (channel, transport):
+        opened = await ask(channel, OPEN)
+        assert isinstance(opened, SessionOpened)
+        fork = msgspec.structs.replace(OPEN, fork_of=opened.session)
+        other = await transport.open("server", "rpc_session", timeout_s=5)
+        inside, go_on, run = threading.Event(), threading.Event(), runner.step
+
+        def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+            inside.set()
+            go_on.wait(30.0)
+            return run(steps)
+
+        runner.step = step  # type: ignore[method-assign]
+        await channel.send(step_of(100, 0))
+        await until(inside.is_set)
+        await other.send(fork)
+        await until(lambda: service.scheduler.num_waiting == 2)
+        go_on.set()
+        assert isinstance(await channel.receive(timeout_s=5), SessionStepResponse)
+        refusal = await other.receive(timeout_s=5)
+        assert isinstance(refusal, Failure)
+        assert refusal.kind == "unknown_session"
+        assert "tokens meanwhile: fork it between its steps" in refusal.message
+        assert [cache.length for cache in runner.open_caches] == [100]
+
+
+async def test_the_fork_of_many_short_rows_takes_room_for_their_pages(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.kv_tokens = 3 * 64 * 2
+    rows = msgspec.structs.replace(OPEN, batch_size=2)
+    async with playing(service) as (channel, transport):
+        opened = await ask(channel, rows)
+        assert isinstance(opened, SessionOpened)
+        assert isinstance(await ask(channel, step_of(1, 0, batch_size=2)), SessionStepResponse)
+        asked, growing = list[int](), service.sessions.growing
+
+        def noted(peer: str, amount: int) -> contextlib.AbstractContextManager[None]:
+            asked.append(amount)
+            return growing(peer, amount)
+
+        monkeypatch.setattr(service.sessions, "growing", noted)
+        other = await transport.open("server", "rpc_session", timeout_s=5)
+        assert isinstance(await ask(other, msgspec.structs.replace(rows, fork_of=opened.session)), SessionOpened)
+        # A page of 64 tokens for each row, in each of 4 blocks.
+        assert asked == [2 * 64 * 4]

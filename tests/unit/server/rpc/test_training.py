@@ -277,7 +277,7 @@ async def test_wrong_gradient_is_refused(service: Service, fields: dict[str, obj
         pytest.param(
             {"tensors": (torch.tensor([torch.nan]), torch.zeros(1))}, "not_finite", "an adapter tensor", id="nan"
         ),
-        pytest.param({"tensors": (torch.zeros(20_000),)}, "out_of_memory", "80000 bytes, one client may", id="size"),
+        pytest.param({"tensors": (torch.zeros(20_000),)}, "out_of_memory", "86144 bytes, one client may", id="size"),
     ],
 )
 async def test_wrong_upload_is_refused(service: Service, fields: dict[str, object], kind: str, words: str) -> None:

@@ -43,7 +43,7 @@ def test_oldest_goes_first_and_ticket_works_once() -> None:
     store: ActivationStore[str] = ActivationStore(100)
     tickets = [store.put("alice", f"graph {i}", 40) for i in range(3)]
     assert store.used_bytes == 80
-    assert [store.take("alice", ticket or "") for ticket in tickets] == [None, "graph 1", "graph 2"]
+    assert [store.take("alice", ticket or "") for ticket in tickets] == [None, ("graph 1",), ("graph 2",)]
     assert store.take("alice", tickets[1] or "") is None
     assert store.used_bytes == 0
 
@@ -52,14 +52,14 @@ def test_ticket_of_another_peer_is_unknown_and_stays() -> None:
     store: ActivationStore[str] = ActivationStore(100)
     ticket = store.put("alice", "graph", 10) or ""
     assert store.take("mallory", ticket) is None
-    assert store.take("alice", ticket) == "graph"
+    assert store.take("alice", ticket) == ("graph",)
 
 
 def test_larger_than_the_budget_is_not_kept() -> None:
     store: ActivationStore[str] = ActivationStore(100)
     kept = store.put("alice", "small", 100)
     assert store.put("alice", "large", 101) is None
-    assert store.take("alice", kept or "") == "small"
+    assert store.take("alice", kept or "") == ("small",)
 
 
 def test_expired_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +83,10 @@ def test_a_flood_of_one_peer_pushes_out_only_its_own() -> None:
     victim = store.put("victim", "v", 40)
     flood = [store.put("flood", str(number), 10) for number in range(50)]
     assert victim is not None
-    assert store.take("victim", victim) == "v"
-    assert [store.take("flood", ticket) for ticket in flood if ticket][-6:] == ["44", "45", "46", "47", "48", "49"]
+    assert store.take("victim", victim) == ("v",)
+    assert [store.take("flood", ticket) for ticket in flood if ticket][-6:] == [
+        (str(number),) for number in range(44, 50)
+    ]
 
 
 def test_a_newcomer_gets_room_from_the_peer_that_holds_most() -> None:
@@ -92,5 +94,28 @@ def test_a_newcomer_gets_room_from_the_peer_that_holds_most() -> None:
     first = [store.put("first", str(number), 25) for number in range(4)]
     newcomer = store.put("newcomer", "n", 50)
     assert newcomer is not None
-    assert [store.take("first", ticket) for ticket in first if ticket] == [None, None, "2", "3"]
-    assert store.take("newcomer", newcomer) == "n"
+    assert [store.take("first", ticket) for ticket in first if ticket] == [None, None, ("2",), ("3",)]
+    assert store.take("newcomer", newcomer) == ("n",)
+
+
+def test_values_of_a_ticket_are_kept_together_or_not_at_all() -> None:
+    store = ActivationStore[str](100)
+    ticket = store.put("alice", "one", 40)
+    assert store.put("alice", "two", 40, ticket=ticket) == ticket
+    assert store.take("alice", ticket or "") == ("one", "two")
+    # Larger than the budget together; others keep theirs.
+    other = store.put("bob", "theirs", 10)
+    ticket = store.put("alice", "one", 60)
+    assert store.put("alice", "two", 60, ticket=ticket) is None
+    assert store.take("alice", ticket or "") is None
+    assert store.put("alice", "three", 1, ticket=ticket) is None
+    assert store.take("bob", other or "") == ("theirs",)
+
+
+def test_who_grows_greediest_gives_its_own_up() -> None:
+    store = ActivationStore[str](100)
+    other = store.put("bob", "theirs", 30)
+    ticket = store.put("alice", "one", 60)
+    assert store.put("alice", "two", 30, ticket=ticket) is None
+    assert store.used_bytes == 30
+    assert store.take("bob", other or "") == ("theirs",)

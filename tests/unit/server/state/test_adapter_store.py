@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +31,7 @@ def held(store: AdapterStore, *digests: str) -> list[str]:
 
 
 def test_least_recently_used_goes_first() -> None:
-    store = AdapterStore(100, min_held_bytes=0, peer_bytes=100)
+    store = AdapterStore(100, object_bytes=0, peer_bytes=100)
     store.put("alice", adapter("a"))
     store.put("alice", adapter("b"))
     held(store, "a")  # used, so that b is the oldest
@@ -37,7 +41,7 @@ def test_least_recently_used_goes_first() -> None:
 
 
 def test_adapter_in_use_stays() -> None:
-    store = AdapterStore(100, min_held_bytes=0, peer_bytes=100)
+    store = AdapterStore(100, object_bytes=0, peer_bytes=100)
     store.put("alice", adapter("a"))
     store.put("alice", adapter("b"))
     with store.using("alice", ["a"]):
@@ -51,17 +55,17 @@ def test_adapter_in_use_stays() -> None:
 
 
 def test_peer_pushes_out_only_its_own_beyond_its_share() -> None:
-    store = AdapterStore(200, min_held_bytes=0, peer_bytes=80)
+    store = AdapterStore(200, object_bytes=0, peer_bytes=80)
     store.put("bob", adapter("x"))
     for digest in ("a", "b", "c"):
         store.put("alice", adapter(digest))
     assert held(store, "x", "a", "b", "c") == ["x", "b", "c"]
-    with pytest.raises(CapacityError, match="has 84 bytes, one client may hold 80"):
+    with pytest.raises(CapacityError, match="takes 84 bytes, one client may hold 80"):
         store.put("alice", adapter("d", 84))
 
 
 def test_published_adapter_is_never_pushed_out() -> None:
-    store = AdapterStore(40, min_held_bytes=0, peer_bytes=40)
+    store = AdapterStore(40, object_bytes=0, peer_bytes=40)
     store.publish(adapter("host", 400))
     store.put("alice", adapter("a"))
     store.put("alice", adapter("b"))
@@ -70,7 +74,7 @@ def test_published_adapter_is_never_pushed_out() -> None:
 
 
 def test_a_digest_is_of_use_only_to_who_has_uploaded_it() -> None:
-    store = AdapterStore(100, min_held_bytes=0)
+    store = AdapterStore(100, object_bytes=0)
     store.put("alice", adapter("a"))
     messages = []
     for digest in ("a", "b"):
@@ -83,6 +87,47 @@ def test_a_digest_is_of_use_only_to_who_has_uploaded_it() -> None:
     assert store.used_bytes == 80
     with store.using("alice", ["a"]) as (hers,), store.using("bob", ["a"]) as (his,):
         assert hers is not his
+
+
+def test_sums_by_owner_are_those_of_what_is_held() -> None:
+    chance = random.Random(4)
+    store = AdapterStore(400, object_bytes=0, peer_bytes=200)
+    store.publish(adapter("host"))
+    with contextlib.ExitStack() as uses:
+        for _ in range(500):
+            peer, digest = chance.choice(("alice", "bob", "carol")), str(chance.randrange(9))
+            with contextlib.suppress(CapacityError, RequestError):
+                if chance.random() < 0.5:
+                    store.put(peer, adapter(digest, 4 * chance.randint(1, 20)))
+                elif chance.random() < 0.7:
+                    uses.enter_context(store.using(peer, [digest, digest, "host"]))
+            if chance.random() < 0.1:
+                uses.close()
+            sizes = Counter[str]()
+            for (owner, _), one in store._held.items():
+                sizes[owner or "host"] += one.num_bytes
+            del sizes["host"]
+            assert {owner: shelf.num_bytes for owner, shelf in store._of.items()} == sizes
+            assert store.used_bytes == sizes.total() <= 400
+            assert max(sizes.values(), default=0) <= 200
+    assert store._all.idle_bytes == store.used_bytes
+
+
+def test_an_upload_does_not_look_at_all_that_is_kept() -> None:
+    """The event loop went through tens of thousands of adapters for each small upload."""
+
+    class Unlisted(OrderedDict[Any, Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("every adapter is looked at")
+
+        items = values = keys = __iter__  # type: ignore[assignment]
+
+    store = AdapterStore(100, object_bytes=0, peer_bytes=100)
+    store._held = Unlisted()
+    for index in range(5):
+        store.put("alice", adapter(str(index)))
+    assert held(store, "2", "3", "4") == ["3", "4"]
+    assert store.used_bytes == 80
 
 
 def test_negative_budget_is_refused() -> None:

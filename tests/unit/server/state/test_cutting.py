@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -14,16 +15,43 @@ from swarm_plugins.blocks import Span
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.server.compute.work import Parts
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.state.cutting import MIN_PORTION_TOKENS, Portion, RunLimits, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
 from swarm_plugins.testing import save_tiny
 
+T = TypeVar("T")
+
 ROWS, LENGTH, WIDTH = SHAPE
 NUM_BLOCKS = 4
 # The same operations, but sums over tokens are taken in another order.
 TOLERANCE = 5e-5
+
+
+def finished(parts: Parts[T]) -> T:
+    """Runs a function in parts to its end."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def kept_forward(span: Span, parts: list[Portion], keep_bytes: int) -> tuple[SpanOutputs, list[KeptForward], int]:
+    """Returns the outputs of a forward, the graphs of its portions, and their bytes."""
+    kept: list[KeptForward] = []
+    sizes: list[int] = []
+
+    def keep(forward: KeptForward, num_bytes: int) -> bool:
+        kept.append(forward)
+        sizes.append(num_bytes)
+        return True
+
+    outputs = finished(run_forward(span, parts, keep=keep, keep_bytes=keep_bytes))
+    return outputs, kept, sum(sizes)
 
 
 def error_of(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -43,10 +71,11 @@ def varied(span: Span, kind: str) -> SpanInputs:
 
 
 def both_ways(span: Span, inputs: SpanInputs, parts: list[Portion]) -> tuple[SpanOutputs, Gradients]:
-    outputs, _, _ = run_forward(span, parts)
+    outputs = finished(run_forward(span, parts))
     tensors = [random(*SHAPE), *(random(*tensor.shape) for tensor in outputs.tensors[1:])]
     grads = outputs.with_tensors(tensors)
-    return outputs, run_backward(span, parts, grads, Needs(adapters=True, prefix=bool(inputs.prefix)))
+    needs = Needs(adapters=True, prefix=bool(inputs.prefix))
+    return outputs, finished(run_backward(span, parts, grads, needs))
 
 
 @pytest.mark.parametrize("kind", ["everything", "padded", "plain"])
@@ -68,23 +97,21 @@ def test_portions_equal_the_whole(span: Span, kind: str, tokens: int, num_portio
 def test_graphs_of_portions_are_kept_together_or_not_at_all(span: Span) -> None:
     inputs = varied(span, "plain")
     parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=18))
-    outputs, kept, held = run_forward(span, parts, keep_bytes=1 << 30)
-    assert kept is not None
-    assert [type(one) for one in kept] == [KeptForward] * 2
+    outputs, kept, held = kept_forward(span, parts, 1 << 30)
+    assert len(kept) == 2
     grads = outputs.with_tensors([random(*SHAPE)])
-    again = run_backward(span, parts, grads, Needs(adapters=True))
-    for one, other in zip(flat(run_backward(span, kept, grads, Needs(adapters=True))), flat(again), strict=True):
+    again = finished(run_backward(span, parts, grads, Needs(adapters=True)))
+    found = finished(run_backward(span, kept, grads, Needs(adapters=True)))
+    for one, other in zip(flat(found), flat(again), strict=True):
         assert torch.equal(one, other)
-    assert run_forward(span, parts, keep_bytes=held - 1)[1:] == (None, 0)
+    assert len(kept_forward(span, parts, held - 1)[1]) == 1
 
 
 def test_work_may_run_between_portions_and_parts(span: Span) -> None:
     inputs = varied(span, "plain")
     for tokens, expected in ((18, 1), (8, 2 * NUM_BLOCKS * 2 + 1)):
-        calls: list[int] = []
         parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=tokens))
-        run_forward(span, parts, between=lambda calls=calls: calls.append(1))
-        assert len(calls) == expected
+        assert len(list(run_forward(span, parts))) == expected
 
 
 def test_what_a_row_takes_is_bounded_before_it_runs(span: Span) -> None:
@@ -117,15 +144,14 @@ def test_gradients_of_wrong_shapes_are_refused(span: Span, tokens: int) -> None:
         SpanOutputs(hidden=hidden, router_logits=(random(3, 4),)),
     ):
         with pytest.raises(BadRequestError, match=r"gradient|grad_"):
-            run_backward(span, parts, grads, Needs())
+            finished(run_backward(span, parts, grads, Needs()))
 
 
 def test_rows_of_a_usual_length_have_a_graph_at_the_slowest_server(span: Span) -> None:
     inputs = SpanInputs(blocks=range(NUM_BLOCKS), hidden=random(2, 128, WIDTH))
     parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=MIN_PORTION_TOKENS))
     assert [one.part_tokens for one in parts] == [None, None]
-    _, kept, _ = run_forward(span, parts, keep_bytes=1 << 30)
-    assert kept is not None
+    assert len(kept_forward(span, parts, 1 << 30)[1]) == 2
 
 
 def test_a_row_takes_its_mask_too_in_a_model_that_makes_one(span: Span, tmp_path: Path) -> None:
