@@ -124,7 +124,7 @@ class SpanInputs:
     blocks: range
     """Global indices of the blocks to run."""
     hidden: Tensor
-    """``[B, S, D]``."""
+    """``[B, S, D]``; streams of hidden states next to each other, see `flat`."""
     position_ids: Tensor | None = None
     """``[B or 1, S]``. None: consecutive ones after what is cached."""
     attention_mask: Tensor | None = None
@@ -282,6 +282,24 @@ RETURN_FORMS = (0, 1, 2, 3)
 def as_returned(hidden: Tensor, num_returned: int) -> Any:
     """Returns hidden states as layers do: alone if ``num_returned`` is 0, or first in a tuple of so many values."""
     return (hidden, *[None] * (num_returned - 1)) if num_returned else hidden
+
+
+def flat(hidden: Tensor) -> Tensor:
+    """Returns hidden states as they are between blocks, ``[B, S, D]``, if a model keeps several streams of them.
+
+    Such models, with hyper-connections, hand on ``[B, S, streams, width]``.
+    """
+    return hidden.flatten(2) if hidden.ndim > 3 else hidden
+
+
+def in_streams(hidden: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns hidden states, ``[B, S, D]``, in the streams of a model whose own have this shape."""
+    return hidden.unflatten(2, shape[2:]) if len(shape) > 3 else hidden
+
+
+def is_same(one: Tensor, two: Tensor) -> bool:
+    """Returns whether two tensors are one, or the second is a view of all of the first."""
+    return one is two or (one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride())
 
 
 class CacheOp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

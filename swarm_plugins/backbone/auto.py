@@ -20,6 +20,7 @@ from swarm_plugins.backbone.context import resolve_settings
 from swarm_plugins.backbone.injection import watch_injection
 from swarm_plugins.backbone.loading import check_local_blocks, load_remote
 from swarm_plugins.backbone.stack import RemoteStack
+from swarm_plugins.borders import check_borders, tied_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.loading import class_for_task
 from swarm_plugins.checkpoint.partition import num_blocks_of
@@ -93,9 +94,13 @@ class _AutoSwarm:
         base_class = class_for_task(checkpoint.config, cls._what, cls._mapping)
         num_blocks = num_blocks_of(checkpoint.config)
         check_local_blocks(config.local_blocks, num_blocks, checkpoint.name)
+        tied = tied_blocks(checkpoint.config)
+        first, last = config.local_blocks
+        check_borders(range(first, num_blocks - last), tied, num_blocks)
         stack = RemoteStack(
             version=checkpoint.version,
             num_blocks=num_blocks,
+            tied=tied,
             local_blocks=config.local_blocks,
             settings=settings,
             connection=connection,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.block_io import RETURN_FORMS
+from swarm_plugins.block_io import RETURN_FORMS, is_same
 from swarm_plugins.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _Watch:
         self.last: Tensor | None = None
 
     def run_block(self, index: int, hidden: Tensor, *_: Any) -> Tensor:
-        if self.last is not None and hidden is not self.last:
+        if self.last is not None and not is_same(hidden, self.last):
             raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
         self.calls.append(index)
         # A new tensor, like a server's answer.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from swarm_plugins.backbone.adapter_reader import AdapterReader
 from swarm_plugins.backbone.arguments import by_name, read_arguments
 from swarm_plugins.backbone.cache import run_cached
 from swarm_plugins.backbone.standin import structure_version
-from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, flat, in_streams, is_same
+from swarm_plugins.borders import NO_TIES
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.fallback.stand_in import StandIn
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
 class _Running:
     """A chain's result while it passes through the layer loop."""
 
-    def __init__(self, outputs: SpanOutputs, inputs: SpanInputs) -> None:
+    def __init__(self, outputs: SpanOutputs, inputs: SpanInputs, shape: Sequence[int]) -> None:
         self.routers = dict(zip(outputs.router_blocks, outputs.router_logits, strict=True))
-        between = outputs.hidden_states if inputs.collect_hidden else [outputs.hidden] * (len(inputs.blocks) - 1)
-        self.hidden = [*between, outputs.hidden]
+        last = in_streams(outputs.hidden, shape)
+        between = [in_streams(one, shape) for one in outputs.hidden_states]
+        self.hidden = [*(between if inputs.collect_hidden else [last] * (len(inputs.blocks) - 1)), last]
         """The output of each block."""
         self.first_block = inputs.blocks.start
         self.next_block = inputs.blocks.start
@@ -55,6 +57,7 @@ class RemoteStack:
         *,
         version: ModelVersion,
         num_blocks: int,
+        tied: Collection[int] = NO_TIES,
         local_blocks: tuple[int, int] = (0, 0),
         settings: SwarmSettings | None = None,
         connection: SwarmConnection | None = None,
@@ -63,6 +66,8 @@ class RemoteStack:
         self.version = version
         self.model = model
         self.num_blocks = num_blocks
+        self.tied = tied
+        """Blocks that run on the server of the block before."""
         self.local_blocks = local_blocks
         """How many blocks run here at the start and at the end of the model."""
         self.settings = settings
@@ -97,6 +102,7 @@ class RemoteStack:
             self._remote = self.connection.blocks(
                 version=self.version,
                 num_blocks=self.num_blocks,
+                tied=self.tied,
                 model=self.model,
                 make_guard=guard,
                 serve_here=serve_here,
@@ -121,8 +127,13 @@ class RemoteStack:
         decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         decoder.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # With it, some families go on between two layers with the last tokens only; their heads cut again.
+        kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         self._local.called_with = by_name(type(decoder), args, kwargs)
+        return args, kwargs
 
     def _leave(self, *_: Any) -> None:
         self._local.called_with = self._local.running = None
@@ -141,7 +152,7 @@ class RemoteStack:
         """
         running: _Running | None = getattr(self._local, "running", None)
         if running is not None and running.next_block == index:
-            if hidden is not running.last:
+            if running.last is None or not is_same(hidden, running.last):
                 self._local.running = None
                 raise UnsupportedError(
                     f"the hidden states were changed between remote blocks {index - 1} and {index} (by a hook?); "
@@ -168,6 +179,7 @@ class RemoteStack:
             raise UnsupportedError(
                 "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
             )
+        shape, hidden = hidden.shape, flat(hidden)
         arguments = read_arguments(hidden, called_with, cache)
         if cache is not None and blocks != self.blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
@@ -190,7 +202,7 @@ class RemoteStack:
             collect_router="router_logits" in collector,
         )
         outputs = self.remote.forward(inputs) if cache is None else run_cached(self.remote, inputs, cache, offsets)
-        return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs)
+        return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape)
 
     @property
     def _called_with(self) -> dict[str, Any] | None:

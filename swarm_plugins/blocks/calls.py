@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from swarm_plugins.block_io import SpanOutputs, as_returned
+from swarm_plugins.block_io import SpanOutputs, as_returned, flat, in_streams
 
 
 class BlockList(nn.ModuleList):
@@ -84,7 +84,7 @@ class Entry:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs the block."""
-        return self._layer(self._hidden, *args, **kwargs)
+        return self._layer(in_streams(self._hidden, hidden_states.shape), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -102,7 +102,7 @@ class Exit:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Reports its input, and passes it on."""
-        self._seen(hidden_states)
+        self._seen(flat(hidden_states))
         return self._skipped(hidden_states)
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +119,7 @@ class Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block and reports its output."""
         output = self._layer(*args, **kwargs)
-        self._seen(output[0] if isinstance(output, tuple | list) else output)
+        self._seen(flat(output[0] if isinstance(output, tuple | list) else output))
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -23,6 +23,7 @@ from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_p
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
 from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.borders import NO_TIES
 from swarm_plugins.errors import ConfigError
 
 _CACHES = ("past_key_values", "cache_params")
@@ -45,9 +46,19 @@ class CutModel:
     """How many values layers return in a tuple, 0 for a tensor alone; see `probe`."""
     token = 0
     """What stands for all token ids: blocks do not depend on them."""
+    hidden_size: int
+    """Width of what passes between blocks; see `probe`."""
 
-    def __init__(self, model: PreTrainedModel, layer_path: str, blocks: range, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layer_path: str,
+        blocks: range,
+        dtype: torch.dtype,
+        tied: frozenset[int] = NO_TIES,
+    ) -> None:
         self.model = model
+        self.tied = tied
         self.config = model.config
         self.blocks = blocks
         self.hidden_size = int(self.config.hidden_size)
@@ -152,11 +163,22 @@ class CutModel:
         """Runs the model's forward with a call in force; returns what its last block hands on."""
         outputs: list[Tensor] = []
         call.table = self._between_borders(call, hidden, outputs.append)
+        self.run_model(call, hidden.shape[:2], mask, positions, past)
+        return outputs[0]
+
+    def run_model(
+        self,
+        call: Call,
+        shape: Sequence[int],
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past: Past | None = None,
+    ) -> None:
+        """Runs the model's forward on tokens ``[B, S]`` that stand for others, with a call's table as it is."""
         with self._calls.running(call):
-            ids = hidden.new_full(hidden.shape[:2], self.token, dtype=torch.long)
+            ids = torch.full(tuple(shape), self.token, dtype=torch.long, device=self.device)
             arguments = {"attention_mask": mask, "position_ids": positions, self._cache_name: past}
             self.model(input_ids=ids, use_cache=past is not None, **{k: arguments[k] for k in self._names})
-        return outputs[0]
 
     def _between_borders(self, call: Call, hidden: Tensor, seen: Callable[[Tensor], None]) -> list[Any]:
         """Returns a call's table with ``hidden`` put in at its first block, and what leaves its last one reported."""

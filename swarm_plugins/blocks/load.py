@@ -22,6 +22,7 @@ from swarm_plugins.blocks.outside import fill_in, take_out
 from swarm_plugins.blocks.probe import Traits, probe
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
+from swarm_plugins.borders import check_borders, tied_blocks
 from swarm_plugins.checkpoint import (
     Checkpoint,
     block_tensors,
@@ -31,6 +32,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out
+from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.config import OffloadConfig
@@ -82,7 +84,7 @@ def load_span(
         The span, in evaluation mode, its weights frozen.
 
     Raises:
-        ConfigError: If the blocks are not in the model, or a setting is unknown.
+        ConfigError: If the blocks are not in the model or do not run apart from others, or a setting is unknown.
         CheckpointError: If weights are missing.
         UnsupportedError: If the model's blocks cannot be run apart from the rest of it, or have no experts to offload.
         CapacityError: If the budget does not hold one expert for each reader and one to compute with.
@@ -90,6 +92,8 @@ def load_span(
     if blocks.step != 1 or not blocks:
         raise ConfigError(f"blocks must be a non-empty range of consecutive indices, got {blocks}")
     check_quantization(quantization)
+    tied = tied_blocks(checkpoint.config)
+    check_borders(blocks, tied, num_blocks_of(checkpoint.config))
     pool = pool or KVPool(kv_bytes)
     store = open_quantized(checkpoint)
     if store is not None:
@@ -122,7 +126,7 @@ def load_span(
         prefix = f"{base_class.base_model_prefix}."
         for block, name in moe.paths.items():
             elsewhere(block, model.get_submodule(name.removeprefix(prefix)), moe.outline.get_submodule(name))
-    cut = CutModel(model, path, blocks, wanted)
+    cut = CutModel(model, path, blocks, wanted, tied)
     return Span(cut, _probed(cut), pool, experts)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from swarm_plugins.block_io import RETURN_FORMS, as_returned
 from swarm_plugins.blocks.called import never_called
-from swarm_plugins.blocks.calls import Call, Watched
+from swarm_plugins.blocks.calls import Call, SkippedBlock, Watched
 from swarm_plugins.blocks.cut_model import CutModel
+from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
 from swarm_plugins.blocks.past import Past, ProbePast
 from swarm_plugins.blocks.runner import StepInputs
@@ -37,15 +39,18 @@ class Traits(NamedTuple):
 
 
 def probe(cut: CutModel) -> Traits:
-    """Runs a model to learn what it caches and whether sessions can share a forward; sets ``cut.num_returned``.
+    """Runs a model to learn what it caches and whether sessions can share a forward.
+
+    Sets ``cut.hidden_size``, ``cut.num_returned``, and ``cut.attention`` if it does not fit the model.
 
     Raises:
         UnsupportedError: If blocks depend on more than hidden states, or do without attention.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    hidden = torch.randn(1, 3, cut.hidden_size, generator=generator).to(cut.device, cut.dtype)
     with torch.no_grad():
-        cut.num_returned = _num_returned(cut, hidden)
+        cut.hidden_size = _width(cut)
+        hidden = torch.randn(1, 3, cut.hidden_size, generator=generator).to(cut.device, cut.dtype)
+        cut.num_returned = _num_returned_by_any(cut, hidden)
         _check_inputs(cut, hidden)
         past = ProbePast()
         _run(cut, hidden, past)
@@ -65,6 +70,48 @@ def _run(cut: CutModel, hidden: Tensor, past: Past | None = None) -> Tensor:
 
 _FAULTS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 """What a model raises that is run in a way that it is not made for."""
+
+
+class _Reached(Exception):
+    """The first block has been called."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__(shape)
+        self.shape = shape
+
+
+class _First(SkippedBlock):
+    """A first block that shows what it is given."""
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached(hidden_states.shape)
+
+
+def _width(cut: CutModel) -> int:
+    """Returns the width of the hidden states that the model makes for its first layer: of all its streams."""
+    shape: Sequence[int] = ()
+    call = Call(blocks=cut.blocks, table=[_First(layer, 0) for layer in cut.layers], attention=cut.attention)
+    try:
+        cut.run_model(call, (1, 3))
+    except _Reached as reached:
+        shape = reached.shape
+    if tuple(shape[:2]) != (1, 3) or len(shape) < 3:
+        raise UnsupportedError(
+            f"{type(cut.model).__name__} gives its layers hidden states of shape {list(shape)}, not [batch, length, "
+            "...]: use a model of another family"
+        )
+    return math.prod(shape[2:])
+
+
+def _num_returned_by_any(cut: CutModel, hidden: Tensor) -> int:
+    """Returns how many values layers return; sets ``cut.attention`` to the family's own if they take masks apart."""
+    try:
+        return _num_returned(cut, hidden)
+    except UnsupportedError:
+        if cut.attention != EAGER:
+            raise
+        cut.attention = "eager"
+        return _num_returned(cut, hidden)
 
 
 def _num_returned(cut: CutModel, hidden: Tensor) -> int:
@@ -110,6 +157,7 @@ class _FirstOnly(_Whole):
 
 
 def _ignores_more(cut: CutModel, hidden: Tensor, output: Tensor) -> bool:
+    """Returns whether blocks that are not tied to the one before ignore what it hands on but hidden states."""
     try:
         return torch.equal(output, _run_seen(cut, hidden, _FirstOnly, []))
     except _FAULTS:
@@ -119,7 +167,7 @@ def _ignores_more(cut: CutModel, hidden: Tensor, output: Tensor) -> bool:
 def _run_seen(cut: CutModel, hidden: Tensor, kind: type[_Whole], seen: list[Any]) -> Tensor:
     table = list(cut.table(cut.blocks))
     for block in cut.blocks:
-        table[block] = kind(table[block], seen.append)
+        table[block] = (_Whole if block + 1 in cut.tied else kind)(table[block], seen.append)
     return cut.run(Call(blocks=cut.blocks, table=table, attention=cut.attention), hidden)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVCache
+from swarm_plugins.borders import NO_TIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class SpanSpec:
 
     blocks: range
     """Global indices of its blocks."""
+    tied: frozenset[int] = NO_TIES
+    """Blocks of the model that only run behind the one before; see `swarm_plugins.borders`."""
     left: range | None = None
     """Blocks that are still held for open sessions after a move, in addition."""
     hidden_size: int

@@ -35,6 +35,7 @@ class Span:
         layouts = traits.kv_layouts
         self.spec = SpanSpec(
             blocks=cut.blocks,
+            tied=cut.tied,
             hidden_size=cut.hidden_size,
             dtype=cut.dtype,
             device=cut.device,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.book.record import PeerBook
+from swarm_plugins.borders import NO_TIES
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.counts import ClientCounts
 from swarm_plugins.client.discovery.network import LastingNetwork
@@ -118,6 +119,7 @@ class SwarmConnection:
         *,
         version: ModelVersion,
         num_blocks: int,
+        tied: Collection[int] = NO_TIES,
         model: str | None = None,
         make_guard: Callable[[PeerBook], Guard] | None = None,
         serve_here: Callable[[LocalRoutes, PeerBook], Fallback] | None = None,
@@ -127,6 +129,7 @@ class SwarmConnection:
         Args:
             version: The model version.
             num_blocks: Blocks of the whole model.
+            tied: Blocks that run on the server of the block before; see `swarm_plugins.borders`.
             model: The model's directory or id, as its user wrote it; for messages.
             make_guard: Makes what examines answers. None: all are believed.
             serve_here: Makes what serves blocks in this process that no server has. None: such blocks are missing.
@@ -140,7 +143,9 @@ class SwarmConnection:
         guard = None if make_guard is None else make_guard(self.peers.book)
         fallback = None if serve_here is None else serve_here(self.local, self.peers.book)
         self._helpers.update(helper for helper in (guard, fallback) if helper is not None)
-        return RemoteBlocks(self, version=version, num_blocks=num_blocks, model=model, guard=guard, fallback=fallback)
+        return RemoteBlocks(
+            self, version=version, num_blocks=num_blocks, tied=tied, model=model, guard=guard, fallback=fallback
+        )
 
 
 def _leave(loop: LoopThread, helpers: Collection[Guard | Fallback], peers: Peers, network: Network) -> None:
@@ -169,6 +174,7 @@ class RemoteBlocks:
         connection: A started connection.
         version: The model version.
         num_blocks: Blocks of the whole model.
+        tied: Blocks that run on the server of the block before; see `swarm_plugins.borders`.
         model: The model's directory or id, as its user wrote it; for messages.
         guard: Examines answers. None: all are believed.
         fallback: Serves blocks that no server has.
@@ -180,6 +186,7 @@ class RemoteBlocks:
         *,
         version: ModelVersion,
         num_blocks: int,
+        tied: Collection[int] = NO_TIES,
         model: str | None = None,
         guard: Guard | None = None,
         fallback: Fallback | None = None,
@@ -198,6 +205,7 @@ class RemoteBlocks:
             initial_peers=connection.initial_peers,
             excludes=lambda peer: guard is not None and guard.is_excluded(peer),
             fallback=fallback,
+            tied=tied,
         )
         self.servers = Servers(connection.peers, self.view, guard)
 

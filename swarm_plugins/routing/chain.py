@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from swarm_plugins.borders import NO_TIES, pieces
+
 _LONGEST_S = 1e6
 _LEAST_S = 1e-6
 _ALIKE = 0.04
@@ -62,9 +64,14 @@ class SpanChoice(NamedTuple):
     end: int
 
 
-def missing_blocks(servers: Sequence[ServerEntry], blocks: range) -> list[int]:
-    """Returns the blocks that no server holds."""
-    return [block for block in blocks if not any(server.start <= block < server.end for server in servers)]
+def missing_blocks(servers: Sequence[ServerEntry], blocks: range, tied: Collection[int] = NO_TIES) -> list[int]:
+    """Returns the blocks that no server holds with those that they are tied to."""
+    return [
+        block
+        for piece in pieces(blocks, tied)
+        if not any(server.start <= piece.start and piece.stop <= server.end for server in servers)
+        for block in piece
+    ]
 
 
 def plan(
@@ -74,6 +81,7 @@ def plan(
     *,
     seed: int | None = None,
     closed: Collection[tuple[str, str]] | None = None,
+    tied: Collection[int] = NO_TIES,
 ) -> list[SpanChoice] | None:
     """Returns the chain with the least total time, or None if some block has no server.
 
@@ -87,17 +95,18 @@ def plan(
         demand: The requests to come.
         seed: Chooses at random between servers that differ by less than `_ALIKE`, so that clients spread over them.
         closed: Servers may hand outputs on to each other, except these senders to these receivers. None: no server.
+        tied: Blocks that run on the server of the block before; see `swarm_plugins.borders`.
     """
     usable = [
         server for server in servers if server.start < blocks.stop and server.end > blocks.start and _is_sane(server)
     ]
-    found = _shortest(usable, blocks, demand, seed, None)
+    found = _shortest(usable, blocks, demand, seed, None, tied)
     if found is None:
         return None
     if closed is not None:
         pushing = [server for server in usable if server.pushes]
         ways = _direct_ways(pushing, {server.peer: server for server in servers if server.pushes}, demand, closed)
-        pushed = None if ways is None else _shortest(pushing, blocks, demand, seed, ways)
+        pushed = None if ways is None else _shortest(pushing, blocks, demand, seed, ways, tied)
         if pushed is not None and pushed.seconds < found.seconds:
             found = pushed
     return found.chain
@@ -165,10 +174,15 @@ def _direct_ways(
 
 
 def _shortest(
-    servers: Sequence[ServerEntry], blocks: range, demand: Demand, seed: int | None, ways: _Ways | None
+    servers: Sequence[ServerEntry],
+    blocks: range,
+    demand: Demand,
+    seed: int | None,
+    ways: _Ways | None,
+    tied: Collection[int],
 ) -> _Found | None:
     """Returns the shortest chain; ``ways`` None: by the client."""
-    if not servers or missing_blocks(servers, blocks):
+    if not servers or missing_blocks(servers, blocks, tied):
         return None
     block_s, hop_s = _costs(servers, demand)  # [M], [M]
     last_resort_s = _last_resort_s(servers, demand)  # [M]
@@ -186,6 +200,8 @@ def _shortest(
     entering, senders = there + last_resort_s, everywhere
     entered_from = np.empty((len(blocks), len(servers)), dtype=np.int64)  # [N, M]: server of the block before
     for row, block in enumerate(blocks):
+        if row and block in tied:
+            entering = np.full(len(servers), np.inf)
         entered_from[row] = np.where(staying <= entering, everywhere, senders)
         holds = (starts <= block) & (block < ends)
         staying = np.where(holds, np.minimum(staying, entering) + block_s, np.inf)
@@ -219,6 +235,7 @@ def expected(
     *,
     seed: int | None = None,
     closed: Collection[tuple[str, str]] | None = None,
+    tied: Collection[int] = NO_TIES,
 ) -> Alternative | None:
     """Returns the best chain for ``demand`` and its times by the client; None if some block has no server.
 
@@ -229,8 +246,9 @@ def expected(
         history: The tokens that are to be sent first.
         seed: As in `plan`.
         closed: As in `plan`.
+        tied: As in `plan`.
     """
-    chain = plan(servers, blocks, demand, seed=seed, closed=closed)
+    chain = plan(servers, blocks, demand, seed=seed, closed=closed, tied=tied)
     if chain is None:
         return None
     used = {server.peer: server for server in servers}

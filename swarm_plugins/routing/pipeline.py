@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from swarm_plugins.borders import NO_TIES
 from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, plan, way_s
 
 _REQUEST_S = 0.002
@@ -36,6 +37,7 @@ def schedule(
     *,
     seed: int | None = None,
     closed: Collection[tuple[str, str]] | None = None,
+    tied: Collection[int] = NO_TIES,
 ) -> Schedule | None:
     """Returns chains for chunks of so many tokens, or None if some block has no server.
 
@@ -48,7 +50,7 @@ def schedule(
     chains: list[list[SpanChoice]] = []
     for tokens in chunk_tokens:
         laden = [_laden(server, work_s.get(server.peer, 0.0) / unit_s) if unit_s else server for server in servers]
-        chain = plan(laden, blocks, Demand(tokens=tokens), seed=seed, closed=closed)
+        chain = plan(laden, blocks, Demand(tokens=tokens), seed=seed, closed=closed, tied=tied)
         if chain is None:
             return None
         chains.append(chain)
@@ -104,6 +106,7 @@ def best_schedule(
     *,
     seed: int | None = None,
     closed: Collection[tuple[str, str]] | None = None,
+    tied: Collection[int] = NO_TIES,
 ) -> Schedule | None:
     """Returns the schedule of the first option, or that of a later one if it saves enough; None: no server.
 
@@ -113,12 +116,13 @@ def best_schedule(
         options: Tokens of the chunks, for ever more chunks.
         seed: As in `plan`.
         closed: As in `plan`.
+        tied: As in `plan`.
     """
     best: Schedule | None = None
     for chunk_tokens in options:
         if best is not None and best.seconds < _LEAST_GAIN_S:
             break
-        found = schedule(servers, blocks, chunk_tokens, seed=seed, closed=closed)
+        found = schedule(servers, blocks, chunk_tokens, seed=seed, closed=closed, tied=tied)
         if found is None:
             break
         if best is None or best.seconds - found.seconds >= max(_LEAST_GAIN * best.seconds, _LEAST_GAIN_S):

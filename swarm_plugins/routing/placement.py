@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from swarm_plugins.borders import NO_TIES, pieces
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.routing.span_table import Floats, SpanTable, Step
 
@@ -83,27 +84,35 @@ def throughput(num_blocks: int, servers: Sequence[Placed]) -> float:
     return float(_table(num_blocks, servers).coverage.min())
 
 
-def best_span(num_blocks: int, servers: Sequence[Placed], length: int, rate: float = 0.0) -> range:
+def best_span(
+    num_blocks: int, servers: Sequence[Placed], length: int, rate: float = 0.0, tied: Collection[int] = NO_TIES
+) -> range:
     """Returns the consecutive blocks where a new server raises the swarm's throughput most; the first wins a tie.
+
+    They are fewer than ``length`` if tied blocks leave no place for as many.
 
     Args:
         num_blocks: Blocks of the model.
         servers: Those that are there.
         length: Blocks of the new server.
         rate: See `Placed`.
+        tied: Blocks that run on the server of the block before; see `swarm_plugins.borders`.
 
     Raises:
-        ConfigError: If the model has fewer blocks, or none are wanted.
+        ConfigError: If the model has fewer blocks, none are wanted, or no piece of the model is as small.
     """
     if not 1 <= length <= num_blocks:
         raise ConfigError(f"cannot serve {length} blocks: expected 1 to {num_blocks}, the blocks of the model")
-    # It comes from outside of the model, where it covers nothing.
-    new = Placed(peer="", start=num_blocks, end=num_blocks + length, rate=rate, is_online=False)
-    [step] = _table(num_blocks, [*servers, new]).best_steps([len(servers)])
-    return range(step.start, step.start + length)
+    for fewer in range(length, 0, -1):
+        # It comes from outside of the model, where it covers nothing.
+        new = Placed(peer="", start=num_blocks, end=num_blocks + fewer, rate=rate, is_online=False)
+        for step in _table(num_blocks, [*servers, new], tied).best_steps([len(servers)]):
+            return range(step.start, step.start + fewer)
+    needed = min(len(piece) for piece in pieces(range(num_blocks), tied))
+    raise ConfigError(f"cannot serve {length} blocks: {needed} of this model's or more only run together")
 
 
-def next_move(num_blocks: int, servers: Sequence[Placed]) -> Move | None:
+def next_move(num_blocks: int, servers: Sequence[Placed], tied: Collection[int] = NO_TIES) -> Move | None:
     """Returns the move that helps the swarm most, or None if none helps clearly. No move uncovers a block.
 
     A gap is closed by any server that can. Otherwise a move has to raise the soft minimum by `_MIN_GAIN` of what the
@@ -115,7 +124,7 @@ def next_move(num_blocks: int, servers: Sequence[Placed]) -> Move | None:
     movable = [index for index, one in enumerate(order) if one.mobility != "pinned" and one.is_relied_on]
     if not movable:
         return None
-    table = _table(num_blocks, order)
+    table = _table(num_blocks, order, tied)
     steps = table.best_steps(movable)
     if not steps:
         return None
@@ -173,7 +182,7 @@ def is_safe(num_blocks: int, servers: Sequence[Placed], move: Move) -> bool:
     return all(block in kept or any(block in held for held in others) for block in mover.blocks)
 
 
-def _table(num_blocks: int, servers: Sequence[Placed]) -> SpanTable:
+def _table(num_blocks: int, servers: Sequence[Placed], tied: Collection[int] = NO_TIES) -> SpanTable:
     spans = [one.target or one.blocks for one in servers]
     return SpanTable(
         np.array([span.start for span in spans], dtype=np.int64),
@@ -182,6 +191,7 @@ def _table(num_blocks: int, servers: Sequence[Placed]) -> SpanTable:
         np.array([one.is_relied_on for one in servers], dtype=np.bool_),
         np.array([one.mobility != "drops-first" for one in servers], dtype=np.bool_),
         num_blocks,
+        tied,
     )
 
 

@@ -6,11 +6,13 @@ Letters: ``M`` servers, ``m`` of them that may move, ``N`` blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from swarm_plugins.borders import NO_TIES
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -42,6 +44,7 @@ class SpanTable:
         are_relied_on: Which servers serve already ``[M]``: one of these may not leave a block that no other holds.
         may_overlap: Which servers serve their old span until they have the new one ``[M]``.
         num_blocks: Blocks of the model.
+        tied: Blocks at which no span begins or ends.
         least: Coverage that costs are relative to. None: that of the slowest block.
     """
 
@@ -53,11 +56,14 @@ class SpanTable:
         are_relied_on: NDArray[np.bool_],
         may_overlap: NDArray[np.bool_],
         num_blocks: int,
+        tied: Collection[int] = NO_TIES,
         least: float | None = None,
     ) -> None:
         self.starts, self.lengths, self.rates = starts, lengths, rates
         self._are_relied_on, self._may_overlap = are_relied_on, may_overlap
         self._blocks = np.arange(num_blocks)
+        self._tied = tied
+        self._is_border = np.isin(np.arange(num_blocks + 1), list(tied), invert=True)  # [N + 1]
         self._holds = (starts[:, None] <= self._blocks) & (self._blocks < (starts + lengths)[:, None])  # [M, N]
         self.coverage: Floats = rates @ self._holds  # [N]
         self._counts = self._holds.sum(axis=0)  # [N]
@@ -95,6 +101,7 @@ class SpanTable:
             self._are_relied_on,
             self._may_overlap,
             len(self._blocks),
+            self._tied,
             self._least,
         )
 
@@ -127,6 +134,7 @@ class SpanTable:
         ends = starts + self.lengths[movable, None]  # [m, N + 1]
         fits = ends <= num_blocks
         ends = np.minimum(ends, num_blocks)
+        fits &= self._is_border & self._is_border[ends]
         keeps = np.where(self._may_overlap[movable, None], _window(is_bound, ends), 0.0)
         allowed = fits & (keeps == is_bound.sum(axis=1, keepdims=True)) & (self.starts[movable, None] != starts)
         gaps = lacks.sum(axis=1, keepdims=True) - _window(lacks, ends).astype(np.int64)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from swarm_plugins.borders import NO_TIES
 from swarm_plugins.recent import Recent
 from swarm_plugins.routing.placement import Move, Placed, best_span, next_move, rank
 
@@ -15,8 +16,9 @@ _MAX_REMEMBERED = 1024
 class Snapshot:
     """The servers of a model version at one moment, and the move that follows from them."""
 
-    def __init__(self, num_blocks: int, servers: Sequence[Placed]) -> None:
+    def __init__(self, num_blocks: int, servers: Sequence[Placed], tied: Collection[int] = NO_TIES) -> None:
         self.num_blocks = num_blocks
+        self.tied = tied
         self.servers = tuple(servers)
 
     @cached_property
@@ -27,7 +29,7 @@ class Snapshot:
     @cached_property
     def move(self) -> Move | None:
         """The move that helps most; see `next_move`."""
-        return next_move(self.num_blocks, self.servers)
+        return next_move(self.num_blocks, self.servers, self.tied)
 
     def span_of_new(self, peer: str, length: int, rate: float) -> range:
         """Returns the span of a server that joins; see `best_span`.
@@ -35,12 +37,12 @@ class Snapshot:
         Of those that join at the same time, each considers only the ones before it in an order that all know.
         """
         before = [one for one in self.servers if one.peer != peer and (one.is_online or rank(one.peer) < rank(peer))]
-        return best_span(self.num_blocks, before, length, rate)
+        return best_span(self.num_blocks, before, length, rate, self.tied)
 
     def staying(self, peers: set[str]) -> Snapshot:
         """Returns the snapshot as if some servers could not move."""
         servers = [replace(one, mobility="pinned", target=None) if one.peer in peers else one for one in self.servers]
-        return Snapshot(self.num_blocks, servers)
+        return Snapshot(self.num_blocks, servers, self.tied)
 
 
 class Turns:

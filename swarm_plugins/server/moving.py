@@ -96,7 +96,7 @@ class Mover:
             log.debug("no look at the swarm this time: %s", error)
             infos = {}
         # The own record may be old; alone, there is nowhere to move to.
-        return snapshot_of(info.num_blocks, infos | {self.presence.peer_id: info})
+        return snapshot_of(info.num_blocks, infos | {self.presence.peer_id: info}, self.service.spec.tied)
 
     async def _announce(self, **changes: object) -> None:
         self.service.describe(**changes)

@@ -47,11 +47,13 @@ class OpenedFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request: bytes
     commitment: bytes
     blocks: tuple[int, ...]
-    """The blocks to compute again."""
+    """The blocks to compute again; of those that only run together, the first."""
     indices: tuple[int, ...]
     """Of the states."""
     states: bytes
     """Frame of an `OpenedStates`."""
+    tied: tuple[int, ...] = ()
+    """Blocks that only run behind the one before; see `swarm_plugins.borders`."""
 
 
 class SessionFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +147,7 @@ def _opened(opening: Opening | None) -> OpenedFrames | None:
         request=_frame(opening.request),
         commitment=_frame(opening.commitment),
         blocks=opening.blocks,
+        tied=tuple(sorted(opening.tied)),
         indices=tuple(opening.states),
         states=_frame(OpenedStates(states=tuple(opening.states.values()))),
     )

@@ -117,7 +117,7 @@ class Examiner:
         if 0 < info.max_batch_tokens < num_tokens:
             raise UncheckableError(f"{num_tokens} tokens are more than the server takes at once")
         if len(history.steps) > 1:
-            await check_repeatable(forward.start, kind, self._blocks)
+            await check_repeatable(range(forward.start, forward.end), kind, self._blocks)
         response = travelled(answer.response, "none")
         claim = Claim(
             peer=answer.peer,
@@ -143,8 +143,8 @@ class Examiner:
         return replace(found, evidence=functools.partial(evidence_of_session, *shown))
 
     async def _opened(self, claim: Claim, grad: Tensor | None) -> Opening:
-        peers, nonce = self._view.peers, secrets.token_bytes(NONCE_BYTES)
-        ask = functools.partial(open_blocks, peers, claim.peer, claim.forward, grad=grad, nonce=nonce)
+        peers, tied, nonce = self._view.peers, self._view.tied, secrets.token_bytes(NONCE_BYTES)
+        ask = functools.partial(open_blocks, peers, claim.peer, claim.forward, grad=grad, nonce=nonce, tied=tied)
         return await peers.with_adapters(claim.peer, claim.adapters, ask)
 
     async def _elsewhere(self, claim: Claim, cause: SwarmError) -> Finding:

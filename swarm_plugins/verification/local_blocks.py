@@ -1,6 +1,7 @@
 """Blocks computed here, to compare with: read from the checkpoint when first needed, dropped when room is short.
 
-A span is run block by block, so memory holds one block at a time if the budget is that small.
+A span is run block by block (by pieces, where several only run together; see `swarm_plugins.borders`), so memory holds
+one block at a time if the budget is that small.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.borders import pieces, tied_blocks, tied_inside
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
@@ -86,7 +88,7 @@ def _in_thread(
 
 
 class SessionCaches:
-    """The caches of one session, a cache for each block; freed with the object.
+    """The caches of one session, a cache for each block or piece of several; freed with the object.
 
     Args:
         blocks: The blocks.
@@ -98,10 +100,11 @@ class SessionCaches:
         self.blocks = blocks
         self.kind = kind
         self.prefix = tuple(prefix)
-        self.by_block: dict[int, KVCache] = {}
+        self.by_piece: dict[int, KVCache] = {}
+        """By the first block of each piece."""
 
     def __del__(self) -> None:
-        for cache in self.by_block.values():
+        for cache in self.by_piece.values():
             cache.close()
 
 
@@ -123,7 +126,7 @@ class LocalBlocks:
         self.version = version
         self._open = open_checkpoint
         self._checkpoint: Checkpoint | None = None
-        self._spans: OrderedDict[tuple[int, Kind], tuple[Span, int]] = OrderedDict()
+        self._spans: OrderedDict[tuple[range, Kind], tuple[Span, int]] = OrderedDict()
         self._fits: dict[int, bool] = {}
         self._mixtures: dict[int, bool] = {}
         """Whether a block is a mixture of experts; kept when the block is dropped."""
@@ -150,15 +153,16 @@ class LocalBlocks:
 
         kind = caches.kind
         hidden = [step.hidden.to(kind.torch_dtype) for step in steps]
-        for index, block in enumerate(caches.blocks):
-            span, one = self._span(block, kind), range(block, block + 1)
-            if block not in caches.by_block:
-                prefix = [part.to(kind.torch_dtype) for part in caches.prefix[2 * index : 2 * index + 2]]
-                caches.by_block[block] = span.new_cache(hidden[0].shape[0], one, prefix)
+        for piece in self._pieces(caches.blocks):
+            span = self._span(piece, kind)
+            if piece.start not in caches.by_piece:
+                first, end = (2 * (block - caches.blocks.start) for block in (piece.start, piece.stop))
+                prefix = [part.to(kind.torch_dtype) for part in caches.prefix[first:end]]
+                caches.by_piece[piece.start] = span.new_cache(hidden[0].shape[0], piece, prefix)
             for number, step in enumerate(steps):
                 inputs = StepInputs(
-                    cache=caches.by_block[block],
-                    blocks=one,
+                    cache=caches.by_piece[piece.start],
+                    blocks=piece,
                     hidden=hidden[number],
                     position_ids=step.position_ids,
                     attention_mask=step.attention_mask,
@@ -169,27 +173,30 @@ class LocalBlocks:
 
     def _forward(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
         hidden, outputs = inputs.hidden, []
-        for block in inputs.blocks:
-            one = inputs.take_blocks(range(block, block + 1), hidden)
-            hidden = self._span(block, kind).forward(replace(one, collect_hidden=False, collect_router=False)).hidden
-            outputs.append(hidden)
+        for piece in self._pieces(inputs.blocks):
+            one = replace(inputs.take_blocks(piece, hidden), collect_hidden=len(piece) > 1, collect_router=False)
+            found = self._span(piece, kind).forward(one)
+            hidden = found.hidden
+            outputs += [*found.hidden_states, hidden]
         return outputs
 
-    def _span(self, block: int, kind: Kind) -> Span:
-        key = (block, kind)
+    def _pieces(self, blocks: range) -> list[range]:
+        return pieces(blocks, tied_blocks(self._opened().config))
+
+    def _span(self, piece: range, kind: Kind) -> Span:
+        key = (piece, kind)
         if key not in self._spans:
             # Late: a client that checks nothing does not load what runs blocks.
             from swarm_plugins.blocks import load_span
 
-            span = load_span(
-                self._opened(), range(block, block + 1), dtype=kind.torch_dtype, quantization=kind.quantization
-            )
+            span = load_span(self._opened(), piece, dtype=kind.torch_dtype, quantization=kind.quantization)
             num_bytes = sum(tensor.nbytes for tensor in (*span.model.parameters(), *span.model.buffers()))
             while self._spans and sum(size for _, size in self._spans.values()) + num_bytes > self.limit_bytes:
                 self._spans.popitem(last=False)
             self._spans[key] = (span, num_bytes)
-            self._mixtures[block] = any(is_fused_experts(module) for module in span.model.modules())
-            log.debug("block %d is here for checks: %d bytes", block, num_bytes)
+            is_mixture = any(is_fused_experts(module) for module in span.model.modules())
+            self._mixtures.update(dict.fromkeys(piece, is_mixture))
+            log.debug("blocks %d:%d are here for checks: %d bytes", piece.start, piece.stop, num_bytes)
         self._spans.move_to_end(key)
         return self._spans[key][0]
 
@@ -238,6 +245,11 @@ class LocalBlocks:
         return any(self._mixtures.get(block, False) for block in blocks)
 
     @_in_thread
-    def has_fixed_positions(self, block: int, kind: Kind) -> bool:
+    def has_fixed_positions(self, blocks: range, kind: Kind) -> bool:
         """Returns whether steps of a session may be joined: the tokens they come with change nothing."""
-        return self._span(block, kind).spec.has_fixed_positions
+        return self._span(self._pieces(blocks)[0], kind).spec.has_fixed_positions
+
+    @_in_thread
+    def tied_inside(self, blocks: range) -> frozenset[int]:
+        """Returns which of some blocks are tied to another of them, as the checkpoint's config says."""
+        return tied_inside(blocks, tied_blocks(self._opened().config))

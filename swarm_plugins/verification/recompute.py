@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs
+from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.messages import BackwardResponse, Codec, ForwardResponse
 from swarm_plugins.verification.claims import Claim, known, travelled
 from swarm_plugins.verification.local_blocks import LocalBlocks
@@ -37,9 +38,12 @@ async def recompute(claim: Claim, opening: Opening | None, blocks: LocalBlocks) 
     """
     if opening is None:
         return await _recompute_all(claim, blocks)
+    if opening.tied != await blocks.tied_inside(claim.blocks):
+        raise ProtocolError("other blocks only run together in what was opened than the model's config says")
     verdicts = []
-    for block in opening.blocks:
-        one = _OpenedBlock(claim, opening, block, blocks)
+    chosen = [index for index, piece in enumerate(opening.pieces) if piece.start in opening.blocks]
+    for index in chosen:
+        one = _OpenedPiece(claim, opening, index, blocks)
         verdicts += await one.output_verdicts()
         if claim.backward is not None:
             verdicts += await one.gradient_verdicts(claim.backward[1])
@@ -71,26 +75,26 @@ async def _recompute_all(claim: Claim, blocks: LocalBlocks) -> list[Verdict]:
     return await settled(blocks, lambda nudged: claim.verdicts(expected, nudged, is_mixture=is_mixture), run)
 
 
-class _OpenedBlock:
-    """One block of an opening, computed here from the state before it.
+class _OpenedPiece:
+    """One piece of an opening, most often a block, computed here from the state before it.
 
     States between blocks come from one run of the server, its answer from another: they differ by what two honest
     computations of the whole span differ by, and are compared as such.
     """
 
-    def __init__(self, claim: Claim, opening: Opening, block: int, blocks: LocalBlocks) -> None:
+    def __init__(self, claim: Claim, opening: Opening, index: int, blocks: LocalBlocks) -> None:
         self._claim = claim
         self._opening = opening
         self._blocks = blocks
         whole = claim.inputs()
-        self._index = block - whole.blocks.start
-        self._last = len(whole.blocks) - 1
+        self._index = index
+        self._last = len(opening.pieces) - 1
         before = opening.states[self._index - 1] if self._index else whole.hidden
         self._whole = whole
-        self._inputs = whole.take_blocks(range(block, block + 1), before)
+        self._inputs = whole.take_blocks(opening.pieces[index], before)
 
     async def output_verdicts(self) -> list[Verdict]:
-        """Compares the state behind the block, and what an answer to the forward says about it."""
+        """Compares the state behind the piece, and what an answer to the forward says about it."""
         index, verdicts = self._index, []
         expected = await self._outputs(0)
         pairs: list[tuple[Comparison, Tensor, Tensor, Codec]] = []
@@ -100,7 +104,7 @@ class _OpenedBlock:
         if self._claim.backward is None:
             claimed = self._claim.results()
             # An answer has the last states only: of all blocks, or of one.
-            at = index - self._last + len(claimed) - 1
+            at = self._inputs.blocks.stop - self._whole.blocks.stop + len(claimed) - 1
             if at >= 0:
                 pairs.append((self._comparison(is_answer=True), self._whole.hidden, claimed[at], self._claim.codec))
         for comparison, hidden, found, codec in pairs:
@@ -114,7 +118,7 @@ class _OpenedBlock:
                 tokens: int = tokens,
                 codec: Codec = codec,
             ) -> list[Verdict]:
-                whole = (expected[0], *(one[0] for one in nudged))
+                whole = (expected[-1], *(one[-1] for one in nudged))
                 here, *moved = (packed(each[:, -tokens:], codec) for each in whole)
                 return known([comparison.outputs(hidden[:, -tokens:], found, here, moved)])
 
@@ -122,18 +126,19 @@ class _OpenedBlock:
         return verdicts
 
     async def gradient_verdicts(self, response: BackwardResponse) -> list[Verdict]:
-        """Compares the gradients of the block's input, of the adapters on it, and of its prefix."""
+        """Compares the gradients of the piece's input, of the adapters on it, and of its prefix."""
         claim, opening, index = self._claim, self._opening, self._index
         on_block = [
             number
             for number, users in enumerate(_blocks_of(claim.adapters))
-            # What several blocks share has the sum of their gradients, which no single block shows.
-            if len(users) == 1 and users[0] in self._inputs.blocks and response.grad_adapters
+            # What several pieces share has the sum of their gradients, which none of them shows.
+            if users and all(user in self._inputs.blocks for user in users) and response.grad_adapters
         ]
         grad = opening.request.grad if index == self._last else opening.states[self._last + index]
         if grad is None:
             return []
-        prefix = response.grad_prefix[2 * index : 2 * index + 2]
+        piece, start = self._inputs.blocks, self._whole.blocks.start
+        prefix = response.grad_prefix[2 * (piece.start - start) : 2 * (piece.stop - start)]
 
         async def run(nudge: int) -> list[Tensor]:
             leaves = _as_leaves(_nudged(self._inputs, nudge))

@@ -63,7 +63,7 @@ def repeated_forward(history: History, step: SessionStep, version: str) -> Forwa
     )
 
 
-async def check_repeatable(block: int, kind: Kind, blocks: LocalBlocks) -> None:
+async def check_repeatable(whole: range, kind: Kind, blocks: LocalBlocks) -> None:
     """Raises UncheckableError if several steps give other numbers than one forward with all their tokens."""
-    if not await blocks.has_fixed_positions(block, kind):
+    if not await blocks.has_fixed_positions(whole, kind):
         raise UncheckableError("the positions of this model depend on the tokens that come together")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.borders import pieces
 from swarm_plugins.errors import CapacityError, ProtocolError, SwarmError, is_out_of_memory, one_line
 from swarm_plugins.transport.messages import (
     AdapterUpload,
@@ -165,7 +166,7 @@ async def _replay_opened_session(
 ) -> list[Verdict]:
     """Computes the opened blocks of the forward that repeats a session."""
     if num_steps > 1:
-        await check_repeatable(claim.forward.start, claim.kind, blocks)
+        await check_repeatable(claim.blocks, claim.kind, blocks)
     return await recompute(claim, opening, blocks)
 
 
@@ -208,9 +209,9 @@ def _opening(evidence: Evidence, forward: ForwardRequest, grad: Tensor | None) -
     if frames is None:
         return None
     request, states = _read(frames.request, CommitRequest), _read(frames.states, OpenedStates).states
-    blocks = range(request.forward.start, request.forward.end)
-    due = state_indices(blocks, frames.blocks, has_grad=request.grad is not None)
-    if not frames.blocks or any(block not in blocks for block in frames.blocks) or frames.indices != due:
+    starts = [piece.start for piece in pieces(range(request.forward.start, request.forward.end), frames.tied)]
+    due = state_indices(starts, frames.blocks, has_grad=request.grad is not None)
+    if not frames.blocks or any(block not in starts for block in frames.blocks) or frames.indices != due:
         raise ProtocolError(f"the evidence opens states {frames.indices} at blocks {frames.blocks}, expected {due}")
     if len(states) != len(due):
         raise ProtocolError(f"the evidence has {len(states)} states, expected {len(due)}")
@@ -218,6 +219,7 @@ def _opening(evidence: Evidence, forward: ForwardRequest, grad: Tensor | None) -
         request=request,
         commitment=_read(frames.commitment, Commitment),
         blocks=frames.blocks,
+        tied=frozenset(frames.tied),
         states=dict(zip(due, states, strict=True)),
     )
     check_opening(evidence.peer, opening)

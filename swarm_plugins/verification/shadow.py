@@ -88,7 +88,7 @@ class Shadow:
             self._append(request, adapters)
         self.num_compared = len(steps)
         if steps:
-            is_joinable = await blocks.has_fixed_positions(self.blocks.start, self.kind)
+            is_joinable = await blocks.has_fixed_positions(self.blocks, self.kind)
             await blocks.extend(self._caches, self._steps_of(0, len(steps), is_joinable=is_joinable))
 
     async def compare(self, blocks: LocalBlocks) -> list[Verdict]:
@@ -116,7 +116,7 @@ class Shadow:
 
     async def _compare(self, blocks: LocalBlocks) -> list[Verdict]:
         # Where not, a step's longest position decides how all its tokens are encoded.
-        is_joinable = await blocks.has_fixed_positions(self.blocks.start, self.kind)
+        is_joinable = await blocks.has_fixed_positions(self.blocks, self.kind)
         if not self._claimed:
             return []
         first, last = self.num_compared, self.num_compared + len(self._claimed)

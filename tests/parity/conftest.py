@@ -17,6 +17,8 @@ from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
+pytest.register_assert_rewrite("adapter_cases")  # says by how much gradients differ
+
 FAMILIES = (
     "llama",
     "mixtral",

@@ -24,17 +24,17 @@ from swarm_plugins.checkpoint.partition import num_blocks_of
 
 PAGE = Path(__file__).parent.parent.parent / "docs/reference/families.md"
 WHY = {
-    "do not run apart from each other": "more than one hidden state passes between layers, or layers take other inputs",
+    "do not run apart from each other": "layers hand on more than hidden states",
+    "gives its layers hidden states of shape": "hidden states have other tokens or another order of axes",
+    "depend on the ids of tokens": "layers take the ids of tokens",
     "take more than hidden states": "layers take what is computed from the embeddings",
     "hands on more than hidden states": "layers hand on more than hidden states",
-    "does not call its layers one after another": "something is computed between layers",
     "do not run with the caches of a server": "it has a cache of its own kind",
     "cannot be served": "its states or windows are kept outside the caches that servers have",
     "lacks .*: fetch it again": "its checkpoint keeps weights of blocks elsewhere",
     "tensors that do not fit its config": "its blocks share weights",
     "lists of decoder layers": "it has several lists of layers",
     "has no number of decoder layers": "its layers run on patches of bytes",
-    "do not take the tensor argument": "it has two streams of attention",
     "transformers has no model for model_type": "transformers has no class for its language model alone",
 }
 """In the page's words, by the refusal."""
@@ -62,7 +62,8 @@ before it gets a line here.
 
 A session keeps *keys and values* of each token, *states* of a fixed size (of recurrences and convolutions), or an
 *indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward; the others take
-turns.
+turns. Blocks that use keys and values of others, or tokens that an indexer of others has chosen, run on one server with
+them.
 
 | `model_type` | on a swarm | a session keeps, or why not | packed |
 |---|---|---|---|

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import IDS, LABELS, MASK, attention_of, fill, lora, step, trained, tuned, worst_error
+from adapter_cases import IDS, LABELS, MASK, TOLERANCE, attention_of, fill, lora, step, trained, tuned, worst_error
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, TaskType, get_peft_model
 from peft.helpers import rescale_adapter_scale
 from peft.utils.hotswap import hotswap_adapter
@@ -18,7 +18,6 @@ from transformers import AutoModelForSequenceClassification
 from swarm_plugins.backbone import AutoSwarmModelForSequenceClassification
 from swarm_plugins.errors import SwarmError
 
-TOLERANCE = 1e-5  # see test_adapters
 few_families = pytest.mark.parametrize("pair", ["llama", "mixtral"], indirect=True)
 llama_only = pytest.mark.parametrize("pair", ["llama"], indirect=True)
 

@@ -11,7 +11,20 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from adapter_cases import EXPERTS, IDS, MASK, attention_of, fill, lora, nothing_kept, step, trained, tuned, worst_error
+from adapter_cases import (
+    EXPERTS,
+    IDS,
+    MASK,
+    TOLERANCE,
+    attention_of,
+    fill,
+    lora,
+    nothing_kept,
+    step,
+    trained,
+    tuned,
+    worst_error,
+)
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -22,7 +35,6 @@ from swarm_plugins.blocks.apply import adapter_dropout_mask
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.testing.in_process import InProcessSwarm
 
-TOLERANCE = 1e-5
 few_families = pytest.mark.parametrize("pair", ["llama", "mixtral", "deepseek_v3"], indirect=True)
 llama_only = pytest.mark.parametrize("pair", ["llama"], indirect=True)
 THREE = torch.cat([IDS, IDS[:1] + 1])  # a batch for adapters "a", "b" and none

@@ -15,6 +15,7 @@ from adapter_cases import (
     FAMILIES,
     IDS,
     MASK,
+    TOLERANCE,
     config_of,
     parametrize,
     recomputed_error,
@@ -28,7 +29,6 @@ pytestmark = [
     # What PEFT says of every generate() with a prompt, locally too.
     pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning"),
 ]
-TOLERANCE = 1e-5
 every_case = parametrize("pair", FAMILIES, "session")
 # All families are compared by their gradients. What else differs between them is the names of what is tuned.
 some_cases = parametrize("pair", ("llama", "mixtral"), "session", others=("lora-all-linear", "lora-experts"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_cases import IDS, MASK, fill, recomputed_error, trained, tuned
+from adapter_cases import IDS, MASK, TOLERANCE, fill, recomputed_error, trained, tuned
 from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor
@@ -19,7 +19,6 @@ from swarm_plugins.testing.in_process import InProcessSwarm
 
 # PEFT says so of a bias next to a layer without one.
 pytestmark = pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
-TOLERANCE = 1e-5
 # In both rows, at different places, and once only.
 INVOCATION = [64, 9]
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from adapter_cases import IDS, MASK, nothing_kept, recomputed_error, step, trained, tuned, worst_error
+from adapter_cases import IDS, MASK, TOLERANCE, nothing_kept, recomputed_error, step, trained, tuned, worst_error
 from peft import PeftConfig, PeftModel, get_peft_model
 
 from swarm_plugins.peft_methods import PEFT_METHODS
 
 # PEFT warns of layers without bias, and of methods that it cannot merge.
 pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*")
-TOLERANCE = 1e-5
 TARGETS = ["q_proj", "v_proj"]
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import IDS, MASK, config_of, lora, step, trained, tuned, worst_error
+from adapter_cases import IDS, MASK, TOLERANCE, config_of, lora, step, trained, tuned, worst_error
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.testing.models import save_tiny
 
-TOLERANCE = 1e-5
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),

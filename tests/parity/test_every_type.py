@@ -24,6 +24,7 @@ from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.backbone import swarm_connection
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.runner import SpanInputs
+from swarm_plugins.borders import pieces
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
 
@@ -57,24 +58,27 @@ QUICK = (
     "deepseek_v32",
     "gemma3",
     "qwen3_5",
+    "hy_v4",
+    "gemma4_unified_text",
 )
 DECODERS = {
     *QUICK,
     *_names("""
         afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet codegen cohere2
-        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 diffllama doge dots1 dots3_note_text ernie4_5
-        ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma3_text glm glm4
-        glm4_moe glm4_moe_lite gpt-sw3 gpt_bigcode gpt_neo gpt_neox_japanese gptj granite granite_swa granitemoe
-        granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
-        hyperclovax inkling_text internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2
-        lfm2_moe lfm3 llama4_text mamba2 mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral
-        mixtral modernbert-decoder mpt nanochat nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe
-        qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2
-        vaultgemma xglm youtu
+        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 diffllama doge dots1 dots3_note_text
+        ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma
+        gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt_bigcode gpt_neo gpt_neox_japanese
+        gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+        hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text internlm3 iquestcoder jais2 jamba
+        jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4_text mamba2 mellum mimo_v2_flash minicpm3
+        minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat nemotron olmo olmo3
+        olmo_hybrid olmoe openai-gpt opt phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next
+        seed_oss smollm3 solar_open starcoder2 vaultgemma xglm youtu
     """),
     # Language models in checkpoints with towers for images or sound.
     *_names("""
-        dots3_note fuyu gemma3 got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe
+        dots3_note fuyu gemma3 gemma4_unified got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5
+        qwen3_5_moe
     """),
 }
 """Decoders with the tokens, logits and gradients of the local model."""
@@ -86,17 +90,17 @@ ENCODERS = _names("""
 WORKS = {*DECODERS, *ENCODERS}
 
 REFUSED = _reasons({
-    "do not run apart from each other": "cpmant deepseek_v4 gemma3n_text hy_v4 qwen4_exp qwen4_exp_text reformer",
+    "do not run apart from each other": "reformer",
+    "gives its layers hidden states of shape": "cpmant gemma3n_text xlnet",
+    "depend on the ids of tokens": "qwen4_exp qwen4_exp_text",
     "take more than hidden states": "gemma4 gemma4_text",
-    "hands on more than hidden states": "glm_moe_dsa zaya",
-    "does not call its layers one after another": "gemma4_unified gemma4_unified_text",
-    "do not run with the caches of a server": "longcat_flash minimax minimax_m3_vl_text rwkv xlstm",
+    "hands on more than hidden states": "zaya",
+    "do not run with the caches of a server": "deepseek_v4 longcat_flash minimax minimax_m3_vl_text rwkv xlstm",
     "cannot be served": "moshi recurrent_gemma",
     "lacks .*: fetch it again": "gemma3n inkling2_text",
     "tensors that do not fit its config": "zamba zamba2",
     "lists of decoder layers": "git hrm_text",
     "has no number of decoder layers": "blt",
-    "do not take the tensor argument": "xlnet",
     "transformers has no model for model_type": "emu3 mllama",
 })  # fmt: skip
 """Decoders that are refused, and what is said."""
@@ -108,7 +112,7 @@ NOT_DECODERS = _reasons({
     """,
     "hands on more than hidden states": "roformer",
     "does not call its layers one after another": "big_bird",
-    "do not run apart from each other": "xmod",
+    "do not run with the caches of a server": "xmod",
     "transformers has no model for model_type": "musicgen musicgen_melody trocr",
 })  # fmt: skip
 """Encoders and encoder-decoders that are refused, and what is said."""
@@ -158,8 +162,8 @@ def test_each_block_of_a_span_runs_by_itself(model_type: str, tmp_path: Path) ->
     with closing(load_span(checkpoint, range(num_blocks_of(checkpoint.config)))) as span:
         hidden = torch.randn(2, 5, span.spec.hidden_size, generator=torch.Generator().manual_seed(1))
         whole = span.forward(SpanInputs(blocks=span.spec.blocks, hidden=hidden)).hidden
-        for block in span.spec.blocks:
-            hidden = span.forward(SpanInputs(blocks=range(block, block + 1), hidden=hidden)).hidden
+        for piece in pieces(span.spec.blocks, span.spec.tied):
+            hidden = span.forward(SpanInputs(blocks=piece, hidden=hidden)).hidden
         assert torch.equal(hidden, whole)
 
 

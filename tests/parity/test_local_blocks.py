@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import CASES, IDS, MASK, config_of, step, trained, tuned, worst_error
+from adapter_cases import CASES, IDS, MASK, TOLERANCE, config_of, step, trained, tuned, worst_error
 from generation_modes import MODES
 from peft import PeftModel
 
@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning"),
 ]
-TOLERANCE = 1e-5
 # Every split, and splits of the families whose layers differ from each other: windows, a dense first layer, a pyramid.
 SPLITS = [
     ("llama", (1, 1)),

@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from adapter_cases import IDS, MASK, step, trained, tuned, worst_error
+from adapter_cases import IDS, MASK, TOLERANCE, step, trained, tuned, worst_error
 from package_imports import ROOT
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 
@@ -24,7 +24,6 @@ pytestmark = [
 TABLE = dict(
     re.findall(r"^\| `([A-Z0-9_]+)` \| (works|refused) \|", (ROOT / "docs/reference/peft.md").read_text(), re.M)
 )
-TOLERANCE = 1e-5
 ON_BLOCKS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 VIRTUAL = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
 REFUSED: dict[str, PeftConfig] = {

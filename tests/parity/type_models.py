@@ -97,7 +97,7 @@ SHRUNK: Mapping[str, object] = {
 KINDS = ("layer_types", "layers_block_type", "block_types")
 _MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _CONV = ["conv", "full_attention", "conv", "full_attention"]
-_INDEXERS = {"indexer_types": ["full", "shared", "shared", "full"]}  # the second server needs the first's choice
+_INDEXERS = {"indexer_types": ["full", "shared", "shared", "full"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 _QWEN4: Mapping[str, Any] = {
@@ -245,6 +245,9 @@ SPANS: Mapping[str, list[tuple[int, int]]] = {
     "gemma4_text": [(0, 2), (2, 6)],
     "gemma4_unified": [(0, 2), (2, 6)],
     "gemma4_unified_text": [(0, 2), (2, 6)],
+    # Nor are those that share an indexer's choice.
+    "glm_moe_dsa": [(0, 3), (3, 4)],
+    "hy_v4": [(0, 3), (3, 4)],
 }
 """Blocks of each server, if not two halves."""
 # Transformers finds no weights in these types' multimodal checkpoints when it loads the language model alone.

@@ -220,7 +220,7 @@ class ChainRetries(Retries):
         """Plans a chain in which others stand in for missing servers; None if that does not help."""
         if self.view.fallback is None:
             return None
-        gaps = set(missing_blocks(self.view.usable(without), blocks))
+        gaps = set(missing_blocks(self.view.usable(without), blocks, self.view.tied))
         found: list[SpanChoice] = []
         for is_gap, group in itertools.groupby(blocks, gaps.__contains__):
             run = list(group)

@@ -14,6 +14,7 @@ import msgspec
 
 from swarm_plugins.book import judging
 from swarm_plugins.book.record import Failed, Said
+from swarm_plugins.borders import NO_TIES
 from swarm_plugins.client.discovery.lookup import Lookup
 from swarm_plugins.client.discovery.missing import serve_command
 from swarm_plugins.client.discovery.probing import Probes
@@ -53,6 +54,7 @@ class ServerView(ABC):
         *,
         version: ModelVersion,
         num_blocks: int,
+        tied: Collection[int] = NO_TIES,
         model: str | None = None,
         initial_peers: Sequence[str] = (),
         excludes: Callable[[str], bool] = lambda peer: False,
@@ -61,6 +63,8 @@ class ServerView(ABC):
         self.config = config
         self.version = version
         self.num_blocks = num_blocks
+        self.tied = tied
+        """Blocks that run on the server of the block before; see `swarm_plugins.borders`."""
         self.model = model or version.name
         """Directory or id, as the user wrote it."""
         self.initial_peers = tuple(initial_peers)

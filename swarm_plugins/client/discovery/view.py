@@ -67,7 +67,7 @@ class SwarmView(ServerView):
             await self.refresh(force=True)
             chain = self._plan(blocks, demand, without)
         if chain is None:
-            missing = missing_blocks(self.usable(without), blocks) or list(blocks)
+            missing = missing_blocks(self.usable(without), blocks, self.tied) or list(blocks)
             wanted = range(missing[0], missing[-1] + 1)
             raise MissingBlocksError(self.missing_text(f"blocks {ranges(missing)}", wanted, None, without, failure))
         await self.pause_for(span.peer for span in chain)
@@ -76,17 +76,17 @@ class SwarmView(ServerView):
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
         usable, closed = self.believed(without), self._closed()
         roomy = [entry for entry in usable if not self.is_small(entry.peer)]
-        chain = plan(roomy, blocks, demand, seed=self.seed, closed=closed)
+        chain = plan(roomy, blocks, demand, seed=self.seed, closed=closed, tied=self.tied)
         if chain is None and len(roomy) < len(usable):
-            chain = plan(usable, blocks, demand, seed=self.seed, closed=closed)
+            chain = plan(usable, blocks, demand, seed=self.seed, closed=closed, tied=self.tied)
         return chain
 
     def schedule(self, blocks: range, options: Iterable[Sequence[int]], *, without: Collection[str]) -> Schedule | None:
         """Returns chains for the chunks of a batch; see `best_schedule`."""
         believed = self.believed(without)
         roomy = [entry for entry in believed if not self.is_small(entry.peer)]
-        servers = believed if missing_blocks(roomy, blocks) else roomy
-        return best_schedule(servers, blocks, options, seed=self.seed, closed=self._closed())
+        servers = believed if missing_blocks(roomy, blocks, self.tied) else roomy
+        return best_schedule(servers, blocks, options, seed=self.seed, closed=self._closed(), tied=self.tied)
 
     def _closed(self) -> Collection[tuple[str, str]] | None:
         """Returns which servers hand nothing on to which others; None: no server is to."""
@@ -106,7 +106,7 @@ class SwarmView(ServerView):
     ) -> Alternative | None:
         """Returns the best chain of other servers with room; see `expected`."""
         believed = [entry for entry in self.believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
-        return expected(believed, blocks, demand, history, seed=self.seed, closed=self._closed())
+        return expected(believed, blocks, demand, history, seed=self.seed, closed=self._closed(), tied=self.tied)
 
     def replica(self, blocks: range, demand: Demand, *, without: Collection[str]) -> str | None:
         """Returns the best of the other servers that hold all of some blocks; None if there is none in order."""
@@ -124,7 +124,7 @@ class SwarmView(ServerView):
         """Returns the largest request (rows times tokens) that every server of any plan accepts; None: no limit."""
         entries = [entry for entry in self.entries.values() if entry.start < blocks.stop and entry.end > blocks.start]
         roomy = [entry for entry in entries if not self.is_small(entry.peer)]
-        if missing_blocks(roomy, blocks):
+        if missing_blocks(roomy, blocks, self.tied):
             roomy = entries
         limits = [self.max_batch_tokens(entry.peer) for entry in roomy]
         return min((limit for limit in limits if limit > 0), default=None)

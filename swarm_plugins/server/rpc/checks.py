@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs, adapter_of, start_of
+from swarm_plugins.borders import check_borders
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.service import Service
@@ -35,6 +37,10 @@ def check_blocks(service: Service, version: str, start: int, end: int) -> range:
     if not 0 <= start < end <= service.num_blocks:
         raise BadRequestError(f"invalid blocks {start}:{end}: the model has blocks 0:{service.num_blocks}")
     check_held(service, range(start, end))
+    try:
+        check_borders(range(start, end), service.spec.tied, service.num_blocks)
+    except ConfigError as error:
+        raise BadRequestError(str(error)) from None
     return range(start, end)
 
 

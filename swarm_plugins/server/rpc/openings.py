@@ -1,5 +1,7 @@
 """``rpc_open``: commits to the states between the blocks of a forward or backward, then shows those that are named.
 
+Between blocks that only run together (see `swarm_plugins.borders`), there is none.
+
 A client that cannot compute a whole span checks one of its blocks: it has the request repeated, gets the hashes of all
 states first, and chooses then. So no server knows which block will be checked while it can still change a state.
 """
@@ -13,6 +15,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.borders import pieces
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
 from swarm_plugins.server.compute.work import Parts
@@ -47,8 +50,8 @@ async def opening_handler(service: Service, channel: Channel) -> None:
         if request.grad is not None:
             check_hidden(service, request.grad, "grad")
         with checked_inputs(service, forward, charge) as inputs:
-            num_states = (len(inputs.blocks) - 1) * (1 if request.grad is None else 2)
-            kept.claim(num_states * inputs.hidden.nbytes)
+            # All outputs are collected, whether a state is between blocks that run apart or not.
+            kept.claim((len(inputs.blocks) - 1) * (1 if request.grad is None else 2) * inputs.hidden.nbytes)
             portions = cut(service, inputs, charge)
             found, hashes = await service.scheduler.train(
                 _inner_states(service, inputs, portions, request.grad),
@@ -78,22 +81,22 @@ def _named(states: Sequence[Tensor], request: OpenRequest) -> tuple[Tensor, ...]
 def _inner_states(
     service: Service, inputs: SpanInputs, portions: Sequence[Portion], grad: Tensor | None
 ) -> Parts[tuple[list[Tensor], tuple[bytes, ...]]]:
-    """Returns the outputs of all blocks but the last, with ``grad`` also their gradients; and the hashes of all."""
+    """Returns the outputs of all pieces but the last, with ``grad`` also their gradients; and the hashes of all."""
     outputs = yield from run_forward(service.runner, portions)
-    states = list(outputs.hidden_states)
+    inner = pieces(inputs.blocks, service.spec.tied)[1:]
+    states = [outputs.hidden_states[piece.start - inputs.blocks.start - 1] for piece in inner]
     if grad is not None:
-        states += yield from _inner_gradients(service, inputs, states, grad)
+        states += yield from _inner_gradients(service, inputs, inner, states, grad)
     return states, tuple(tensor_hash(state) for state in states)
 
 
 def _inner_gradients(
-    service: Service, inputs: SpanInputs, states: Sequence[Tensor], grad: Tensor
+    service: Service, inputs: SpanInputs, inner: Sequence[range], states: Sequence[Tensor], grad: Tensor
 ) -> Parts[list[Tensor]]:
     found: list[Tensor] = []
-    for block in reversed(inputs.blocks[1:]):
+    for piece, before in zip(reversed(inner), reversed(states), strict=True):
         yield
-        before = states[block - inputs.blocks.start - 1]
-        one = replace(inputs.take_blocks(range(block, block + 1), before), collect_hidden=False)
+        one = replace(inputs.take_blocks(piece, before), collect_hidden=False)
         made = yield from run_backward(
             service.runner,
             cut_batch(one, service.spec, service.run_limits),

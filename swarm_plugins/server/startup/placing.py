@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
 
+from swarm_plugins.borders import pieces, tied_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.routing.placement import Mobility, Placed
 from swarm_plugins.routing.turns import Snapshot
@@ -34,9 +35,9 @@ class Rates(NamedTuple):
     """Hidden states per second over its network. 0: unknown."""
 
 
-def snapshot_of(num_blocks: int, infos: Mapping[str, ServerInfo]) -> Snapshot:
+def snapshot_of(num_blocks: int, infos: Mapping[str, ServerInfo], tied: Collection[int]) -> Snapshot:
     """Returns the servers of whole blocks as placement sees them; those that are about to end do not count."""
-    return Snapshot(num_blocks, [_placed(peer, info) for peer, info in infos.items() if _counts(info)])
+    return Snapshot(num_blocks, [_placed(peer, info) for peer, info in infos.items() if _counts(info)], tied)
 
 
 def _counts(info: ServerInfo) -> bool:
@@ -85,7 +86,8 @@ async def choose_blocks(
 ) -> range:
     """Returns the span of a server that joins, announced already: others that join at the same time take another.
 
-    Where it helps most depends on how fast it is, so one block is measured first, and the network to other servers.
+    Where it helps most depends on how fast it is, so one block, with those tied to it, is measured first, and the
+    network to other servers.
 
     Args:
         presence: Its place in the swarm.
@@ -99,11 +101,13 @@ async def choose_blocks(
         length = blocks_that_fit(checkpoint, config)
         log.info("memory holds %d blocks", length)
 
+    tied = tied_blocks(checkpoint.config)
+
     async def choose() -> range:
         info = describe()
         infos = await presence.servers(info.version, info.num_blocks)
         rate = _placed(presence.peer_id, info).rate
-        blocks = snapshot_of(info.num_blocks, infos).span_of_new(presence.peer_id, length, rate)
+        blocks = snapshot_of(info.num_blocks, infos, tied).span_of_new(presence.peer_id, length, rate)
         describe(start=blocks.start, end=blocks.stop)
         await presence.announce(describe)
         return blocks
@@ -112,7 +116,7 @@ async def choose_blocks(
     blocks = await choose()
     if config.initial_peers:
         # Blocks are claimed already: others that join see that while this server measures.
-        _, rates = await asyncio.gather(asyncio.sleep(_SETTLE_S), measure(blocks[:1]))
+        _, rates = await asyncio.gather(asyncio.sleep(_SETTLE_S), measure(pieces(blocks, tied)[0]))
         describe(throughput=rates.throughput, network_tokens_s=rates.network_tokens_s)
         blocks = await choose()
     return blocks

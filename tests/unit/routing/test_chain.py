@@ -102,6 +102,26 @@ def test_missing_blocks_are_named() -> None:
     assert plan(servers, range(8), Demand()) is None
 
 
+def test_tied_blocks_stay_on_one_server() -> None:
+    left, right, quick = server("left", 0, 4, step=0.001), server("right", 2, 8, step=1.0), server("quick", 5, 8)
+    servers = [left, right, quick]
+    assert plan(servers, range(8), Demand()) == [
+        SpanChoice("left", 0, 4),
+        SpanChoice("right", 4, 5),
+        SpanChoice("quick", 5, 8),
+    ]
+    assert plan(servers, range(8), Demand(), tied={3, 4, 6}) == [
+        SpanChoice("left", 0, 2),
+        SpanChoice("right", 2, 5),
+        SpanChoice("quick", 5, 8),
+    ]
+    assert missing_blocks(servers, range(8), tied={3, 4, 6}) == []
+    # Blocks 4 and 5 have a server each, but none has both.
+    servers = [left, server("middle", 4, 5), quick]
+    assert missing_blocks(servers, range(8), tied={5, 6}) == [4, 5, 6]
+    assert plan(servers, range(8), Demand(), tied={5, 6}) is None
+
+
 def test_a_part_of_the_model_can_be_planned() -> None:
     servers = [server("a", 0, 6), server("b", 4, 8)]
     assert plan(servers, range(5, 8), Demand()) == [SpanChoice("b", 5, 8)]

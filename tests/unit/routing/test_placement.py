@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.routing.placement import Mobility, Move, Placed, best_span, is_safe, next_move, throughput
+from swarm_plugins.routing.placement import Mobility, Move, Placed, best_span, is_safe, next_move, rank, throughput
 
 FREE: Mobility = "loads-first"
 
@@ -55,6 +55,30 @@ def held(servers: Sequence[Placed]) -> set[int]:
 )
 def test_a_new_server_takes_the_span_that_helps_most(servers: list[Placed], length: int, span: range) -> None:
     assert best_span(8, servers, length) == span
+
+
+@pytest.mark.parametrize(
+    ("length", "tied", "span"),
+    [
+        pytest.param(4, {1, 2, 3, 7}, range(4, 8), id="as-many"),
+        pytest.param(3, {1, 2, 3, 7}, range(5, 8), id="behind-a-piece"),
+        pytest.param(3, {1, 2, 3, 5, 7}, range(4, 6), id="fewer"),
+    ],
+)
+def test_a_new_server_cuts_no_piece(length: int, tied: set[int], span: range) -> None:
+    assert best_span(8, [placed("a", 0, 4)], length, tied=tied) == span
+
+
+def test_a_server_that_is_too_small_for_any_piece_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot serve 1 blocks: 2 of this model's or more only run together"):
+        best_span(4, [], 1, tied={1, 3})
+
+
+def test_a_move_cuts_no_piece() -> None:
+    servers = [placed("a", 0, 2), placed("b", 0, 2), placed("c", 0, 4)]
+    assert next_move(6, servers, {5}) == Move(min(("a", "b"), key=rank), range(4, 6), closes_gap=True)
+    assert next_move(6, servers, {4}) == Move("c", range(2, 6), closes_gap=True)
+    assert next_move(6, servers, {2, 3, 4, 5}) is None
 
 
 def test_a_span_that_does_not_fit_the_model_is_refused() -> None:

@@ -96,6 +96,6 @@ def test_a_mixture_is_known_as_one_when_its_blocks_have_been_dropped(mixtral: Pa
     for directory, is_mixture in ((mixtral, True), (llama, False)):
         blocks = LocalBlocks(lambda directory=directory: Checkpoint.open(directory), limit_bytes=0)  # type: ignore[misc]
         for block in (1, 2):
-            assert asyncio.run(blocks.has_fixed_positions(block, Kind("float32", "none")))
+            assert asyncio.run(blocks.has_fixed_positions(range(block, block + 1), Kind("float32", "none")))
         assert len(blocks._spans) == 1
         assert blocks.has_experts(range(1, 2)) == is_mixture

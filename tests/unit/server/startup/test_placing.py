@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from fake_server import VERSION
+from transformers import GlmMoeDsaConfig
 
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup import placing
@@ -48,16 +50,22 @@ class Swarm:
 
 
 @pytest.mark.parametrize(
-    ("peers", "rates", "blocks", "measured"),
+    ("peers", "rates", "tied", "blocks", "measured"),
     [
-        pytest.param((ADDRESS,), Rates(0.4, 0.0), range(4, 6), [range(3, 4)], id="slow"),
-        pytest.param((ADDRESS,), Rates(100.0, 0.2), range(4, 6), [range(3, 4)], id="slow-network"),
-        pytest.param((ADDRESS,), Rates(100.0, 90.0), range(3, 5), [range(3, 4)], id="fast"),
-        pytest.param((), Rates(0.4, 0.0), range(3, 5), [], id="alone"),
+        pytest.param((ADDRESS,), Rates(0.4, 0.0), (), range(4, 6), [range(3, 4)], id="slow"),
+        pytest.param((ADDRESS,), Rates(100.0, 0.2), (), range(4, 6), [range(3, 4)], id="slow-network"),
+        pytest.param((ADDRESS,), Rates(100.0, 90.0), (), range(3, 5), [range(3, 4)], id="fast"),
+        pytest.param((ADDRESS,), Rates(0.4, 0.0), (4,), range(3, 5), [range(3, 5)], id="tied"),
+        pytest.param((), Rates(0.4, 0.0), (), range(3, 5), [], id="alone"),
     ],
 )
 def test_the_blocks_follow_from_what_was_measured(
-    peers: tuple[str, ...], rates: Rates, blocks: range, measured: list[range], monkeypatch: pytest.MonkeyPatch
+    peers: tuple[str, ...],
+    rates: Rates,
+    tied: tuple[int, ...],
+    blocks: range,
+    measured: list[range],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placing, "_SETTLE_S", 0.0)
     swarm, infos, asked = Swarm(), [msgspec.structs.replace(info_of(0, 6, 0.0), state="joining")], []
@@ -73,7 +81,9 @@ def test_the_blocks_follow_from_what_was_measured(
         return rates
 
     config = ServeConfig(model="m", num_blocks=2, initial_peers=peers)
-    assert asyncio.run(choose_blocks(swarm, None, config, describe, measure)) == blocks  # type: ignore[arg-type]
+    kinds = ["shared" if block in tied else "full" for block in range(6)]
+    checkpoint = SimpleNamespace(config=GlmMoeDsaConfig(num_hidden_layers=6, indexer_types=kinds))
+    assert asyncio.run(choose_blocks(swarm, checkpoint, config, describe, measure)) == blocks  # type: ignore[arg-type]
     assert asked == measured
     last = swarm.announced[-1]
     assert range(last.start, last.end) == blocks

@@ -1,0 +1,59 @@
+"""Where a model's blocks may run apart from each other.
+
+Some families let a block use what an earlier one has computed beside the hidden states: its keys and values (Gemma 3n,
+Gemma 4), or which tokens its indexer has chosen (GLM with sparse attention). Both must be on one server. A *tied* block
+is one that only runs on the server that ran the block before it; a *piece* is a block with all that are tied to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from transformers import PreTrainedConfig
+
+from swarm_plugins.errors import ConfigError
+
+NO_TIES: frozenset[int] = frozenset()
+
+
+def tied_blocks(config: PreTrainedConfig) -> frozenset[int]:
+    """Returns the blocks before which a model must not be cut, by what its config says of sharing."""
+    config = config.get_text_config(decoder=True)
+    chosen: Sequence[str] = getattr(config, "indexer_types", None) or ()
+    shared: Sequence[str | None] = getattr(config, "kv_sharing_modes", None) or ()
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(shared)
+    tied = {block for block, kind in enumerate(chosen) if kind == "shared"}
+    for block, mode in enumerate(shared):
+        if str(mode).startswith("reuse"):
+            stored = (one for one in range(block) if shared[one] == "store" and kinds[one] == kinds[block])
+            tied.update(range(max(stored, default=0) + 1, block + 1))
+    return frozenset(tied)
+
+
+def pieces(blocks: range, tied: Collection[int]) -> list[range]:
+    """Returns the smallest ranges of some blocks that run apart from each other."""
+    starts = [block for block in blocks if block == blocks.start or block not in tied]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], blocks.stop], strict=True)]
+
+
+def tied_inside(blocks: range, tied: Collection[int]) -> frozenset[int]:
+    """Returns which of some blocks are tied to another of them."""
+    return frozenset(block for block in blocks[1:] if block in tied)
+
+
+def check_borders(blocks: range, tied: Collection[int], num_blocks: int) -> None:
+    """Checks that blocks run apart from those before and behind them.
+
+    Raises:
+        ConfigError: If not; it names the nearest blocks that do.
+    """
+    if blocks.start not in tied and blocks.stop not in tied:
+        return
+    allowed = [block for block in range(num_blocks + 1) if block not in tied]
+    start = max(block for block in allowed if block <= blocks.start)
+    stop = min(block for block in allowed if block >= blocks.stop)
+    raise ConfigError(
+        f"blocks {blocks.start}:{blocks.stop} cannot run apart from the others: some use keys and values, or a choice "
+        f"of tokens, that an earlier block has made; serve {start}:{stop}, or cut the model before one of the blocks "
+        f"{', '.join(map(str, allowed[1:-1])) or '(none)'}"
+    )
