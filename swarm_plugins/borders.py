@@ -8,10 +8,12 @@ is one that only runs on the server that ran the block before it; a *piece* is a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from swarm_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 NO_TIES: frozenset[int] = frozenset()
 
@@ -34,6 +36,14 @@ def pieces(blocks: range, tied: Collection[int]) -> list[range]:
     """Returns the smallest ranges of some blocks that run apart from each other."""
     starts = [block for block in blocks if block == blocks.start or block not in tied]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], blocks.stop], strict=True)]
+
+
+def nearest_border(block: int, tied: Collection[int]) -> int:
+    """Returns the nearest block before which a model may be cut; at a tie the first."""
+    first = last = block
+    while first in tied and last in tied:
+        first, last = first - 1, last + 1
+    return last if first in tied else first
 
 
 def tied_inside(blocks: range, tied: Collection[int]) -> frozenset[int]:

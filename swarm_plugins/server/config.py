@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarm_plugins.borders import NO_TIES, check_borders, nearest_border, pieces
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.transport.config import NodeConfig
@@ -195,11 +196,15 @@ class ServeConfig(NodeConfig):
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name} must be 0 or more, got {value!r}")
 
-    def span_of(self, num_blocks: int) -> range | None:
-        """Returns the span that the settings name in a model of ``num_blocks``; None if they leave the choice.
+    def span_of(self, num_blocks: int, tied: Collection[int] = NO_TIES) -> range | None:
+        """Returns the span that the settings name in a model; None if they leave the choice.
+
+        Args:
+            num_blocks: Blocks of the model.
+            tied: Those that only run behind the one before; parts are cut elsewhere.
 
         Raises:
-            ConfigError: If the model lacks these blocks.
+            ConfigError: If the model lacks these blocks, or they do not run apart from the others.
         """
         if self.num_blocks is not None and self.num_blocks > num_blocks:
             raise ConfigError(f"num_blocks is {self.num_blocks}, {self.model} has only {num_blocks} blocks: give fewer")
@@ -207,10 +212,19 @@ class ServeConfig(NodeConfig):
             index, count = self.part
             if count > num_blocks:
                 raise ConfigError(f"{self.model} has {num_blocks} blocks: they cannot be cut into {count} parts")
-            return range((index - 1) * num_blocks // count, index * num_blocks // count)
+            ends = (nearest_border(part * num_blocks // count, tied) for part in (index - 1, index))
+            if not (part := range(*ends)):
+                number = len(pieces(range(num_blocks), tied))
+                raise ConfigError(
+                    f"{self.model} cannot be cut into {count} parts: {number} pieces of its {num_blocks} blocks run "
+                    "apart from each other"
+                )
+            return part
         if self.blocks is not None and self.blocks.stop > num_blocks:
             raise ConfigError(
                 f"blocks {self.blocks.start}:{self.blocks.stop} are out of range: {self.model} has blocks "
                 f"0:{num_blocks}"
             )
+        if self.blocks is not None:
+            check_borders(self.blocks, tied, num_blocks)
         return self.blocks

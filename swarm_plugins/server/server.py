@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from swarm_plugins.blocks.span import Span
+from swarm_plugins.borders import tied_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ConfigError, TransportError
@@ -160,7 +161,7 @@ class SwarmServer:
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
         weights = await in_thread(lambda: hosted_weights(checkpoint, config))
         num_blocks = num_blocks_of(checkpoint.config)
-        named = config.span_of(num_blocks)
+        named = config.span_of(num_blocks, tied_blocks(checkpoint.config))
         self._presence = Presence(SwarmNode(config.node(), ledger=self._ledger), every_s=config.announce_every_s)
         await self._presence.start()
         if on_joined is not None:

@@ -10,9 +10,10 @@ from type_models import save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.blocks.load import load_span
-from swarm_plugins.borders import check_borders, pieces, tied_blocks
+from swarm_plugins.borders import check_borders, nearest_border, pieces, tied_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.testing import InProcessSwarm
 
 GLM = GlmMoeDsaConfig(num_hidden_layers=5, indexer_types=["full", "shared", "full", "shared", "shared"])
@@ -42,6 +43,17 @@ def test_pieces_are_the_smallest_ranges_that_run_apart() -> None:
     assert pieces(range(2, 7), {3, 4, 6}) == [range(2, 5), range(5, 7)]
     assert pieces(range(2, 4), ()) == [range(2, 3), range(3, 4)]
     assert pieces(range(3, 5), {3}) == [range(3, 4), range(4, 5)]
+
+
+def test_parts_are_cut_at_the_nearest_border() -> None:
+    tied = {3, 4, 5, 9}
+    assert [nearest_border(block, tied) for block in range(11)] == [0, 1, 2, 2, 2, 6, 6, 7, 8, 8, 10]
+    spans = [ServeConfig(model="m", part=(part, 3)).span_of(12, tied) for part in (1, 2, 3)]
+    assert spans == [range(2), range(2, 8), range(8, 12)]
+    with pytest.raises(ConfigError, match="m cannot be cut into 2 parts: 1 pieces of its 4 blocks"):
+        ServeConfig(model="m", part=(1, 2)).span_of(4, {1, 2, 3})
+    with pytest.raises(ConfigError, match="serve 2:6"):
+        ServeConfig(model="m", blocks=range(2, 5)).span_of(12, tied)
 
 
 @pytest.mark.parametrize(
