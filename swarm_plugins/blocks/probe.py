@@ -121,7 +121,7 @@ def _num_returned(cut: CutModel, hidden: Tensor) -> int:
         cut.num_returned = number
         seen: list[Any] = []
         try:
-            output = _run_seen(cut, hidden, _Whole, seen)
+            _run_seen(cut, cut.blocks, hidden, _Whole, seen)
         except _FAULTS as exc:
             reasons.append(one_line(exc, with_kind=True))
             continue
@@ -131,7 +131,7 @@ def _num_returned(cut: CutModel, hidden: Tensor) -> int:
             reasons.append(f"they return {len(returned[-1])} values")
             continue
         has_more = any(isinstance(one, Tensor) for values in returned for one in values[1:])
-        if has_more and not _ignores_more(cut, hidden, output):
+        if has_more and not _ignores_more(cut, hidden):
             raise UnsupportedError(f"a block of {name} hands on more than hidden states: use a model of another family")
         return number
     raise UnsupportedError(
@@ -156,19 +156,27 @@ class _FirstOnly(_Whole):
         return returned if isinstance(returned, Tensor) else as_returned(returned[0], len(returned))
 
 
-def _ignores_more(cut: CutModel, hidden: Tensor, output: Tensor) -> bool:
+def _ignores_more(cut: CutModel, hidden: Tensor) -> bool:
     """Returns whether blocks that are not tied to the one before ignore what it hands on but hidden states."""
+    blocks = cut.blocks
+    if len(blocks) == 1:
+        # Run twice, behind itself: its neighbors are elsewhere.
+        first = blocks.start if blocks.stop < len(cut.layers) else blocks.start - 1
+        blocks = range(max(0, first), first + 2)
     try:
-        return torch.equal(output, _run_seen(cut, hidden, _FirstOnly, []))
+        whole, first_only = (_run_seen(cut, blocks, hidden, kind, []) for kind in (_Whole, _FirstOnly))
     except _FAULTS:
         return False
+    return torch.equal(whole, first_only)
 
 
-def _run_seen(cut: CutModel, hidden: Tensor, kind: type[_Whole], seen: list[Any]) -> Tensor:
+def _run_seen(cut: CutModel, blocks: range, hidden: Tensor, kind: type[_Whole], seen: list[Any]) -> Tensor:
+    """Runs blocks, those that the span lacks by its first one, and reports what each returns."""
     table = list(cut.table(cut.blocks))
-    for block in cut.blocks:
-        table[block] = (_Whole if block + 1 in cut.tied else kind)(table[block], seen.append)
-    return cut.run(Call(blocks=cut.blocks, table=table, attention=cut.attention), hidden)
+    for block in blocks:
+        run = table[block if block in cut.blocks else cut.blocks.start]
+        table[block] = (_Whole if block + 1 in cut.tied else kind)(run, seen.append)
+    return cut.run(Call(blocks=blocks, table=table, attention=cut.attention), hidden)
 
 
 def _check_inputs(cut: CutModel, hidden: Tensor) -> None:

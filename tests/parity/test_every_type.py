@@ -191,7 +191,7 @@ def test_of_a_checkpoint_with_a_tower_only_the_language_model_is_read(
 
 # What only servers' own processes do: they measure their blocks before they offer them.
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["bloom", "nemotron_h", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model_type", ["bloom", "glm_moe_dsa", "nemotron_h", "qwen3_5_moe_text"])
 def test_a_type_of_its_own_kind_is_served_by_processes(model_type: str, tmp_path: Path) -> None:
     directory = save_type(model_type, tmp_path)
     with LocalSwarm(directory, num_servers=2, dtype="float32") as swarm:

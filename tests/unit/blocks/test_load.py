@@ -14,6 +14,7 @@ from blocks_kit import BLOCKS, WIDTH, Pair, base, run_local, states
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from type_models import save_type
 
 from swarm_plugins.blocks import SpanInputs, load_span
 from swarm_plugins.checkpoint import Checkpoint
@@ -135,6 +136,13 @@ def test_stored_quantized_is_refused_with_the_cure(tmp_path: Path) -> None:
     checkpoint = change_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(UnsupportedError, match=r"stored quantized .* quantization='int8' or 'nf4'"):
         load_span(checkpoint, range(1))
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_a_block_that_needs_more_than_hidden_states_is_refused_alone_too(tmp_path: Path, block: int) -> None:
+    checkpoint = Checkpoint.open(save_type("zaya", tmp_path))
+    with pytest.raises(UnsupportedError, match="hands on more than hidden states"):
+        load_span(checkpoint, range(block, block + 1))
 
 
 def test_the_states_of_a_recurrence_are_measured(tmp_path: Path) -> None:
