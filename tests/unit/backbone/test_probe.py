@@ -57,6 +57,18 @@ def scaled(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def of_all_tokens(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden)[:, slice(0, None)]  # a view of all of it
+    return hidden
+
+
+def of_the_last_tokens(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden)[:, -2:]
+    return hidden
+
+
 def skipping(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
     return plain(layers[1:], hidden)
 
@@ -74,7 +86,7 @@ def version(directory) -> Any:
     return Checkpoint.open(directory).version
 
 
-@pytest.mark.parametrize(("loop", "number"), [(plain, 0), (in_tuples, 1), (in_pairs, 2)])
+@pytest.mark.parametrize(("loop", "number"), [(plain, 0), (of_all_tokens, 0), (in_tuples, 1), (in_pairs, 2)])
 def test_the_form_in_which_layers_return_is_found_out(loop, number: int, version: Any) -> None:
     stack = probed(loop, version)
     assert stack.num_returned == number
@@ -86,6 +98,7 @@ def test_the_form_in_which_layers_return_is_found_out(loop, number: int, version
     ("loop", "reason"),
     [
         pytest.param(scaled, "hidden states are changed between blocks 0 and 1", id="scaled"),
+        pytest.param(of_the_last_tokens, "hidden states are changed between blocks 0 and 1", id="fewer"),
         pytest.param(skipping, r"blocks are called in the order \[1, 2\]", id="skipping"),
     ],
 )
