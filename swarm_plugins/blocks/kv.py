@@ -38,17 +38,19 @@ class BlockKV(NamedTuple):
     index_dtype: torch.dtype = torch.float32
     row_bytes: int = 0
     """Bytes of the states of one row, whatever its length."""
+    slots: int = 1
+    """How many keys and values it caches, one for each attention in it."""
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row."""
         width = self.key_heads * self.key_width + self.value_heads * self.value_width
-        return width * self.dtype.itemsize + self.index_width * self.index_dtype.itemsize
+        return self.slots * width * self.dtype.itemsize + self.index_width * self.index_dtype.itemsize
 
     @property
     def is_plain(self) -> bool:
         """Whether it is keys and values, and nothing else."""
-        return self.key_heads > 0 and not (self.index_width or self.row_bytes)
+        return self.key_heads > 0 and self.slots == 1 and not (self.index_width or self.row_bytes)
 
 
 class RewindError(ConfigError):
@@ -153,17 +155,32 @@ class KVCache:
             # By half where there is plenty of room, so that others still find some; else by the minimum.
             self._move(ample if self._pool.fits(2 * self._cost(ample)) else in_pages(needed), None)
 
-    def append(self, block: int, keys: Tensor, values: Tensor) -> None:
+    @property
+    def slots(self) -> int:
+        """Keys and values that each block caches."""
+        return max((layout.slots for layout in self._layouts.values()), default=1)
+
+    def append(self, block: int, keys: Tensor, values: Tensor, slot: int = 0) -> None:
         """Writes ``[B, H, S, W]`` after the cached tokens of a block; they count when it `advance`s."""
-        key_buffer, value_buffer, _ = self._buffers[block]
+        key_buffer, value_buffer = self._slot(block, slot)
         num_new = keys.shape[2]
         key_buffer.narrow(2, self.length, num_new).copy_(keys)
         value_buffer.narrow(2, self.length, num_new).copy_(values)
 
-    def view(self, block: int, length: int) -> tuple[Tensor, Tensor]:
+    def view(self, block: int, length: int, slot: int = 0) -> tuple[Tensor, Tensor]:
         """Returns the first ``length`` tokens of a block, ``[B, H, length, W]``, without a copy."""
-        key_buffer, value_buffer, _ = self._buffers[block]
+        key_buffer, value_buffer = self._slot(block, slot)
         return key_buffer.narrow(2, 0, length), value_buffer.narrow(2, 0, length)
+
+    def _slot(self, block: int, slot: int) -> tuple[Tensor, Tensor]:
+        keys, values, _ = self._buffers[block]
+        layout = self._layouts[block]
+        if layout.slots == 1:
+            return keys, values
+        return (
+            keys.narrow(1, slot * layout.key_heads, layout.key_heads),
+            values.narrow(1, slot * layout.value_heads, layout.value_heads),
+        )
 
     def append_index(self, block: int, keys: Tensor) -> Tensor:
         """Writes an indexer's keys, ``[B, S, W]``, as `append` does; returns all, ``[B, L + S, W]``."""
@@ -290,8 +307,8 @@ class KVCache:
             return torch.empty(num_rows, heads, capacity, width, dtype=dtype, device=self._device)
 
         buffers = (
-            empty(layout.key_heads, layout.key_width, layout.dtype),
-            empty(layout.value_heads, layout.value_width, layout.dtype),
+            empty(layout.slots * layout.key_heads, layout.key_width, layout.dtype),
+            empty(layout.slots * layout.value_heads, layout.value_width, layout.dtype),
             empty(min(1, layout.index_width), layout.index_width, layout.index_dtype),
         )
         if self.length:

@@ -139,14 +139,16 @@ class SessionPast(StatefulPast):
     def __init__(self, cache: KVCache, joined: Mapping[int, bool]) -> None:
         super().__init__(cache.length, cache.states, cache.new_states)
         self._cache = cache
+        self._slots = cache.slots
         self._joined = joined
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Appends, and returns the whole sequence."""
-        self._cache.append(layer_idx, key_states, value_states)
-        keys, values = self._cache.view(layer_idx, self.length + key_states.shape[2])
+        block, slot = divmod(layer_idx, self._slots)
+        self._cache.append(block, key_states, value_states, slot)
+        keys, values = self._cache.view(block, self.length + key_states.shape[2], slot)
         if self._joined.get(layer_idx, False):
             # Matrix products of rows with gaps between them take another path, with other rounding.
             return keys.contiguous(), values.contiguous()
@@ -208,11 +210,25 @@ class ProbePast(StatefulPast):
         self._noted.setdefault(layer_idx, _Noted()).index = indexer_key_states
         return indexer_key_states
 
-    def layout(self, block: int, dtype: torch.dtype) -> BlockKV:
+    def slots(self, blocks: range) -> int:
+        """Returns how many keys and values each block caches, if some have several attentions.
+
+        Raises:
+            UnsupportedError: If these are not numbered from block to block.
+        """
+        number = 1 if all(index in blocks for index in self._noted) else len(self._noted) // len(blocks)
+        if number > 1 and sorted(self._noted) != list(range(number * blocks.start, number * blocks.stop)):
+            raise UnsupportedError(
+                f"blocks {blocks.start}:{blocks.stop} cache keys and values as layers {sorted(self._noted)}: use a "
+                "model of another family"
+            )
+        return number
+
+    def layout(self, block: int, dtype: torch.dtype, slots: int = 1) -> BlockKV:
         """Returns what a block caches; nothing, if it has no attention and no states."""
-        noted = self._noted.get(block, _Noted())
+        noted = self._noted.get(slots * block, _Noted())
         row_bytes = sum(state.nbytes for (of, _, _), state in self._states.items() if of == block)
-        layout = BlockKV(0, 0, 0, 0, dtype, row_bytes=row_bytes)
+        layout = BlockKV(0, 0, 0, 0, dtype, row_bytes=row_bytes, slots=slots)
         if noted.keys is not None and noted.values is not None:
             keys, values = noted.keys.shape, noted.values.shape
             layout = layout._replace(

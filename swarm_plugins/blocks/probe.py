@@ -54,7 +54,8 @@ def probe(cut: CutModel) -> Traits:
         _check_inputs(cut, hidden)
         past = ProbePast()
         _run(cut, hidden, past)
-        layouts = {block: past.layout(block, cut.dtype) for block in cut.blocks}
+        slots = past.slots(cut.blocks)
+        layouts = {block: past.layout(block, cut.dtype, slots) for block in cut.blocks}
         return Traits(
             layouts,
             is_packable=_is_packable(cut, hidden, layouts),

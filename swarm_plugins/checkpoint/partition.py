@@ -207,7 +207,9 @@ def num_blocks_of(config: PreTrainedConfig) -> int:
     Raises:
         UnsupportedError: If it names none.
     """
-    found = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    config = config.get_text_config(decoder=True)
+    # Where layers have several attentions, the latter counts these.
+    found = getattr(config, "num_layers", None) or getattr(config, "num_hidden_layers", None)
     if not isinstance(found, int):
         raise UnsupportedError(
             f"the config of model_type {config.model_type!r} has no number of decoder layers: use a decoder-only model"

@@ -178,7 +178,7 @@ def check_prefix(service: Service, prefix: Sequence[Tensor], blocks: range, batc
         layout = service.spec.kv_layouts[block]
         cached = ((layout.key_heads, layout.key_width), (layout.value_heads, layout.value_width))
         found = ((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-        if found != cached:
+        if found != cached or layout.slots > 1:
             raise BadRequestError(
                 f"the prefix of block {block} has (heads, width) {found}, the block caches {cached}: prefix tuning "
                 "does not fit this family, use prompt tuning or LoRA"

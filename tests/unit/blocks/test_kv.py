@@ -54,6 +54,23 @@ def test_sessions_take_whole_pages() -> None:
     assert held(session)[1] == [1000.0 + number for number in range(PAGE_TOKENS + 1)]
 
 
+def test_a_block_with_two_attentions_keeps_both_apart() -> None:
+    layout = BlockKV(2, 3, 1, 4, torch.float32, slots=2)
+    assert layout.token_bytes == 2 * LAYOUT._replace(value_heads=1, value_width=4).token_bytes
+    assert not layout.is_plain
+    session = KVCache(KVPool(1 << 20), {5: layout}, range(5, 6), 1, torch.device("cpu"))
+    first, second = torch.rand(2, 1, 2, 4, 3), torch.rand(2, 1, 1, 4, 4)
+    session.reserve(4)
+    for slot in (0, 1):
+        session.append(5, first[slot], second[slot], slot)
+    session.length = 4
+    session.select([0, 0])
+    for slot in (0, 1):
+        keys, values = session.view(5, 4, slot)
+        assert torch.equal(keys, first[slot].expand(2, -1, -1, -1))
+        assert torch.equal(values, second[slot].expand(2, -1, -1, -1))
+
+
 def test_growth_is_geometric_where_there_is_room_and_exact_where_not() -> None:
     roomy = session_of(KVPool(1 << 30))
     fill(roomy, 8 * PAGE_TOKENS)
