@@ -75,8 +75,8 @@ def load_span(
         quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept.
         kv_bytes: Budget for the keys and values of all sessions.
         pool: A budget that another span has, to share; ``kv_bytes`` is not used then.
-        offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: experts are
-            loaded, which a quantized store's cannot be.
+        offload: Budgets of experts that stay on disk, to be read when tokens are routed to them; some blocks may have
+            none. None: experts are loaded, which a quantized store's cannot be.
         elsewhere: Converts the experts of each block that has any, which are then not read. None: they are here.
         progress: Whether to show a progress bar while reading.
 
@@ -86,7 +86,8 @@ def load_span(
     Raises:
         ConfigError: If the blocks are not in the model or do not run apart from others, or a setting is unknown.
         CheckpointError: If weights are missing.
-        UnsupportedError: If the model's blocks cannot be run apart from the rest of it, or have no experts to offload.
+        UnsupportedError: If the model's blocks cannot be run apart from the rest of it, or the model has no experts to
+            offload.
         CapacityError: If the budget does not hold one expert for each reader and one to compute with.
     """
     if blocks.step != 1 or not blocks:
@@ -112,6 +113,7 @@ def load_span(
         moe.store.fetch()
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
+        moe.check_has_experts(blocks)
     loader = _BlockLoader(checkpoint, base_class, config, path, wanted, place, quantization, moe)
     first, *further = loader.groups(blocks)
     model = loader.load(first, progress)

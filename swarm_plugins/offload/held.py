@@ -151,6 +151,7 @@ def load_held_experts(
             "take with fast_bytes"
         )
     moe = MoeCheckpoint.inspect(checkpoint, store, dtype=dtype, layers=blocks)
+    moe.check_has_experts(blocks)
     _check_range(moe, experts)
     settings = offload or OffloadConfig(expert_bits=bits)
     formats = formats_of(moe, settings, device)

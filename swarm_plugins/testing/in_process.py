@@ -15,6 +15,7 @@ from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.client import SwarmConfig, SwarmConnection
+from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.server.assembly import assembled
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.rpc.table import service_handlers
@@ -34,6 +35,7 @@ class InProcessSwarm:
         spans: ``(start, end)`` of each server. None: two servers, half of the blocks each.
         dtype: Compute dtype of the servers. None: the checkpoint's.
         config: How the client behaves.
+        offload: Budgets of experts that each server leaves on disk. None: they are loaded.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class InProcessSwarm:
         spans: Sequence[tuple[int, int]] | None = None,
         dtype: torch.dtype | None = None,
         config: SwarmConfig | None = None,
+        offload: OffloadConfig | None = None,
     ) -> None:
         self.directory = directory
         self.spans = spans
         self.dtype = dtype
+        self.offload = offload
         # By default the same bits each time, whatever servers took before.
         self.config = config or SwarmConfig(micro_batches=1)
         self.peers: list[str] = []
@@ -93,7 +97,7 @@ class InProcessSwarm:
 
     def _serve(self, peer: str, directory: str | Path, blocks: range, identity: Identity | None) -> None:
         checkpoint = Checkpoint.open(directory)
-        span = self.prepare(peer, load_span(checkpoint, blocks, dtype=self.dtype))
+        span = self.prepare(peer, load_span(checkpoint, blocks, dtype=self.dtype, offload=self.offload))
         service = self._service(peer, checkpoint, HostedSpans(span))
         service.identity = identity
         self.services[peer] = service

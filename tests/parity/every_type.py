@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from type_models import SPANS, TYPES, VARIANTS, save_type
 
-from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins import AutoSwarmModelForCausalLM, OffloadConfig
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm
 
@@ -37,26 +37,28 @@ class DiffersError(AssertionError):
 
 
 @contextmanager
-def swarmed(directory: Path, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[PreTrainedModel]:
-    """Yields a directory's model over two servers in this process.
+def swarmed(
+    directory: Path, spans: Sequence[tuple[int, int]] | None = None, offload: OffloadConfig | None = None
+) -> Iterator[PreTrainedModel]:
+    """Yields a directory's model over two servers in this process, which may leave experts on disk.
 
     Raises:
         SwarmError: If a server or the client refuses it.
     """
     # Servers that did start are closed if another one refuses.
-    with closing(InProcessSwarm(directory, spans=spans)) as swarm:
+    with closing(InProcessSwarm(directory, spans=spans, offload=offload)) as swarm:
         swarm.start()
         yield AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
 
 
-def compare(model_type: str, directory: Path) -> None:
+def compare(model_type: str, directory: Path, offload: OffloadConfig | None = None) -> None:
     """Compares tokens, logits and gradients of a type's tiny model, which the directory has.
 
     Raises:
         DiffersError: If any of them differs.
         SwarmError: If the type is refused.
     """
-    with swarmed(directory, SPANS.get(model_type)) as remote:
+    with swarmed(directory, SPANS.get(model_type), offload) as remote:
         compare_with_local(remote, directory)
 
 

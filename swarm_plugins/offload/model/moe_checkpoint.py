@@ -17,7 +17,13 @@ from transformers import (
 )
 
 from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
-from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, take_generation_config
+from swarm_plugins.checkpoint.loading import (
+    class_for_task,
+    config_for,
+    empty_modules,
+    leave_out,
+    take_generation_config,
+)
 from swarm_plugins.checkpoint.outline import build_outline
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.interfaces import FLOATS
@@ -90,13 +96,13 @@ class MoeCheckpoint:
         """Finds the experts of an open checkpoint.
 
         ``quantized`` is the store of its experts, if it is one. ``layers`` are those whose experts are wanted, None
-        for all; a quantized store need not have any in them.
+        for all; these need not have any, if others have.
 
         Raises:
             ConfigError: If ``dtype`` is not a supported floating type.
             CheckpointError: If a file or tensor is missing, truncated or of a wrong shape, or the config is wrong;
                 names it.
-            UnsupportedError: If there are no experts in these layers, or experts that cannot be offloaded.
+            UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
         """
         name, config = checkpoint.name, checkpoint.config
         if quantized is not None:
@@ -106,6 +112,7 @@ class MoeCheckpoint:
         refuse_quantized(config, name)
         tasks = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         model_class = class_for_task(config, "language model", *tasks)
+        config = config_for(model_class, config)
         outline = build_outline(model_class, config, compute_dtype, name)
         paths = _experts_paths(outline, name)
         check_picks(outline, paths, name)
@@ -113,11 +120,6 @@ class MoeCheckpoint:
             quantized.check_fits(outline, paths)
         if layers is not None:
             paths = {layer: path for layer, path in paths.items() if layer in layers}
-            if not paths and quantized is None:
-                raise UnsupportedError(
-                    f"blocks {layers.start}:{layers.stop} of {name} have no experts: serve them without --experts or "
-                    "--offload"
-                )
         store: CheckpointStore | QuantizedStore
         if quantized is not None:
             store, others = quantized.of_layers(paths), quantized.other_tensors()
@@ -151,6 +153,18 @@ class MoeCheckpoint:
         """Width of the other weights if they are quantized, else None."""
         bits = None if self.quantized is None else self.quantized.manifest.other_bits
         return None if bits == 16 else bits
+
+    def check_has_experts(self, layers: range) -> None:
+        """Checks that some of these layers have experts.
+
+        Raises:
+            UnsupportedError: If none has.
+        """
+        if not any(layer in layers for layer in self.paths):
+            raise UnsupportedError(
+                f"blocks {layers.start}:{layers.stop} of {self.checkpoint.name} have no experts: serve them without "
+                "--experts"
+            )
 
     def load_rest(self, device: torch.device) -> PreTrainedModel:
         """Returns HF's own class with everything but the weights of experts, in evaluation mode.

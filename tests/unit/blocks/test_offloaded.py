@@ -15,6 +15,7 @@ from peft_kit import Tuned, tune
 from swarm_plugins.blocks import AdapterUse, SpanInputs, StepInputs, load_span
 from swarm_plugins.errors import CapacityError, ConfigError, UnsupportedError
 from swarm_plugins.offload import OffloadConfig
+from swarm_plugins.offload.held import load_held_experts
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "prmoe")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -112,6 +113,25 @@ def test_a_span_of_some_blocks_reads_only_their_experts(pair_of: Callable[[str],
         torch.testing.assert_close(span.forward(inputs).hidden, pair.span.forward(inputs).hidden, **CLOSE)
     finally:
         span.close()
+
+
+def test_blocks_without_experts_are_served_whole_where_others_have_some(pair_of: Callable[[str], Pair]) -> None:
+    pair, blocks = pair_of("deepseek_v3"), range(1)
+    span = load_span(pair.checkpoint, blocks, offload=FEW)
+    inputs = SpanInputs(blocks=blocks, hidden=states(1, 4, WIDTH))
+    try:
+        assert torch.equal(span.forward(inputs).hidden, pair.span.forward(inputs).hidden)
+    finally:
+        span.close()
+
+
+def test_experts_of_blocks_that_have_none_are_not_looked_for_elsewhere(pair_of: Callable[[str], Pair]) -> None:
+    checkpoint = pair_of("deepseek_v3").checkpoint
+    refused = r"blocks 0:1 of .* have no experts: serve them without --experts"
+    with pytest.raises(UnsupportedError, match=refused):
+        load_held_experts(checkpoint, range(1), range(2), device=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=refused):
+        load_span(checkpoint, range(1), elsewhere=lambda *_: pytest.fail("experts were converted"))
 
 
 def test_experts_in_few_bits_are_near_the_exact_ones(pair_of: Callable[[str], Pair]) -> None:
