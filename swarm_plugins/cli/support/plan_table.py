@@ -19,6 +19,7 @@ def print_plan(console: Console, planned: Planned) -> None:
     plan, sizes, speeds = planned.plan, planned.plan.sizes, planned.plan.speeds
     name = str(sizes.dtype).removeprefix("torch.")
     console.print(_memory_table(planned))
+    console.print(_session(planned))
     link = f", RAM to {planned.device} {format_bytes(speeds.link_bytes_per_s)}/s" if speeds.link_bytes_per_s else ""
     console.print(
         f"disk {format_bytes(speeds.disk_bytes_per_s)}/s, {format_bytes(speeds.expert_bytes_per_s)}/s for "
@@ -72,15 +73,23 @@ def _memory_table(planned: Planned) -> Table:
     )
     if plan.forecast.ram_share:
         table.add_row("  in pinned RAM", "", f"({plan.forecast.ram_share:.0%})")
-    cache = f"attention cache of {sizes.context_tokens} tokens, {format_bytes(sizes.cache_bytes_per_token)} each"
+    kept = "keys, values and states" if sizes.session.row_bytes else "keys and values"
     for what, size in (
         ("all other weights", sizes.other_bytes),
-        (cache, sizes.cache_bytes),
+        (f"{kept} of {sizes.context_tokens} tokens", sizes.cache_bytes),
         ("activations, about", sizes.activation_bytes),
         ("Python and libraries, about", RUNTIME_BYTES),
     ):
         table.add_row(what, format_bytes(size), format_bytes(size))
     return table
+
+
+def _session(planned: Planned) -> str:
+    session = planned.plan.sizes.session
+    told = f"on servers, a session takes {format_bytes(session.token_bytes)} for each token of a row"
+    if not session.row_bytes:
+        return told
+    return f"{told}, and {format_bytes(session.row_bytes)} for the row: its states now and before the last step"
 
 
 def _forecast_table(planned: Planned) -> Table:
@@ -108,6 +117,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
     """Returns the plan as numbers, in bytes and seconds."""
     plan = planned.plan
     sizes = asdict(plan.sizes) | {
+        "session": plan.sizes.session._asdict(),
         "dtype": str(plan.sizes.dtype).removeprefix("torch."),
         "expert_bytes": plan.sizes.expert_bytes,
         "token_bytes": plan.sizes.token_bytes,

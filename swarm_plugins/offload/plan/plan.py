@@ -97,7 +97,7 @@ def plan_model(
         revision: On the Hub.
         memory_bytes: Fast memory in all. None: most of what is free on the device.
         ram_bytes: Pinned RAM for a CUDA device. None: most of what is free.
-        context_tokens: Length that the attention cache is sized for.
+        context_tokens: Length that the cache is sized for.
         disk_bytes_per_s: None: measured for a local model, assumed otherwise.
         device: Where to compute.
 
@@ -143,7 +143,7 @@ def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes
     if room < least:
         raise CapacityError(
             f"{memory_bytes} bytes are too few: {sizes.other_bytes} for the weights outside experts, "
-            f"{sizes.cache_bytes} for the attention cache of {sizes.context_tokens} tokens, "
+            f"{sizes.cache_bytes} for the cache of {sizes.context_tokens} tokens, "
             f"{sizes.activation_bytes + RUNTIME_BYTES} for activations and libraries and {least} for "
             f"{num_readers + 1} experts make {fixed + least} bytes: give that many, or a shorter context"
         )

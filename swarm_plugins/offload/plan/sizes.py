@@ -1,7 +1,7 @@
 """Sizes of a mixture-of-experts model, measured without weights.
 
-The model is built and run on the meta device: HF's own modules show its experts, attention cache and routers, so that
-no family needs a table of its own.
+The model is built and run on the meta device: HF's own modules show its experts, cache and routers, so that no family
+needs a table of its own.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.outline import refuse_quantized, stored_dtype
+from swarm_plugins.offload.plan.sessions import SessionSizes, cache_bytes, session_sizes
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.offload.widths import Width
 
@@ -52,7 +53,9 @@ class ModelSizes:
     """Of everything outside experts: always in fast memory."""
     context_tokens: int
     cache_bytes: int
-    """Of the attention cache after ``context_tokens``."""
+    """Of the cache of one row after ``context_tokens``: keys, values and states."""
+    session: SessionSizes
+    """Of a row on servers, which drop nothing that has left a window."""
     activation_bytes: int
     """Estimated memory of a forward over ``context_tokens`` in addition to weights and cache."""
     quantized_bits: Width | None = None
@@ -77,14 +80,9 @@ class ModelSizes:
         """Of the experts that one token is computed with."""
         return sum(layer.experts_per_token * layer.expert_bytes for layer in self.layers)
 
-    @property
-    def cache_bytes_per_token(self) -> float:
-        """Mean growth of the attention cache."""
-        return self.cache_bytes / self.context_tokens
-
 
 def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelSizes:
-    """Returns the sizes of a model, its attention cache at some length included, from its config and file headers.
+    """Returns the sizes of a model, its cache at some length included, from its config and file headers.
 
     Raises:
         CheckpointError: If no model can be made of the config, or the headers belong to another model.
@@ -98,8 +96,8 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
     model, dtype = moe.outline, moe.dtype
     model.eval()
     experts = {layer: model.get_submodule(path) for layer, path in moe.paths.items()}
-    picked, cache_bytes = _dry_run(model, experts, context_tokens, checkpoint.name)
-    layers = tuple(_expert_layer(layer, module, picked[layer], dtype, store) for layer, module in experts.items())
+    found = _dry_run(model, experts, context_tokens, checkpoint.name)
+    layers = tuple(_expert_layer(layer, module, found.picked[layer], dtype, store) for layer, module in experts.items())
     in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
     other = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in in_experts)
     return ModelSizes(
@@ -109,7 +107,8 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
         other_bytes=other if store is None else other - store.saved_bytes(dtype),
         quantized_bits=None if store is None else store.manifest.expert_bits,
         context_tokens=context_tokens,
-        cache_bytes=cache_bytes,
+        cache_bytes=found.cache_bytes,
+        session=found.session,
         activation_bytes=_activation_bytes(checkpoint.config, max(layer.experts_per_token for layer in layers), dtype),
     )
 
@@ -137,8 +136,15 @@ def _expert_layer(
     return ExpertLayer(layer, num_experts, num_bytes, picked)
 
 
-def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) -> tuple[dict[int, int], int]:
-    """Runs the model on the meta device; returns the experts each layer picks for a token, and bytes of the cache."""
+class _DryRun(NamedTuple):
+    picked: dict[int, int]
+    """Experts that each layer picks for a token."""
+    cache_bytes: int
+    session: SessionSizes
+
+
+def _dry_run(model: PreTrainedModel, experts: dict[int, nn.Module], tokens: int, name: str) -> _DryRun:
+    """Runs the model on the meta device."""
     picked: dict[int, int] = {}
 
     def stand_in(layer: int) -> Callable[..., Tensor]:
@@ -151,9 +157,7 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
     for layer, module in experts.items():
         module.forward = stand_in(layer)
     try:
-        with torch.no_grad():
-            ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-            output = model.base_model(input_ids=ids, use_cache=True)
+        return _DryRun(picked, cache_bytes(model, tokens), session_sizes(model))
     except Exception as exc:
         # Any kind: any line of HF's model may meet an untrusted number.
         raise UnsupportedError(
@@ -163,14 +167,6 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
     finally:
         for module in experts.values():
             del module.forward
-    return picked, _cache_bytes(output.past_key_values)
-
-
-def _cache_bytes(cache: Any) -> int:
-    """Adds up the floating tensors that the layers of a cache hold, under any name."""
-    found = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    held = {id(value): value for value in found if value.is_floating_point()}
-    return sum(value.nbytes for value in held.values())
 
 
 def _activation_bytes(config: PreTrainedConfig, experts_per_token: int, dtype: torch.dtype) -> int:

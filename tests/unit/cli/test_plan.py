@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from type_models import save_type
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
@@ -36,6 +37,8 @@ def test_numbers_add_up_and_the_settings_can_be_given_to_run(mixtral: Path) -> N
     sizes = found["sizes"]
     assert code == 0
     assert found["memory_bytes"] == memory
+    # Two layers, keys and values of two heads of width 8 in float32.
+    assert sizes["session"] == {"token_bytes": 2 * 2 * 2 * 8 * 4, "row_bytes": 0}
     assert sizes["expert_bytes"] == sum(layer["num_experts"] * layer["expert_bytes"] for layer in sizes["layers"])
     assert found["fits"] is True
     assert found["speeds"]["disk_source"] == "measured"
@@ -63,9 +66,19 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
     code, out, _ = plan(str(mixtral), "--memory", "1GB", "--disk-rate", "500MB")
     assert code == 0
     assert "8 experts in 2 layers" in out
+    assert "keys and values of 2048 tokens" in out
+    assert "on servers, a session takes 256 B for each token of a row\n" in out
     assert "500 MB/s for experts one after the other (given)" in out
     assert "Everything fits" in out
     assert f"swarm run {mixtral} --offload fast=" in out
+
+
+def test_states_of_a_session_are_told_beside_its_tokens(tmp_path: Path) -> None:
+    model = save_type("nemotron_h", tmp_path)
+    code, out, _ = plan(str(model), "--memory", "1GB", "--disk-rate", "500MB", "--context", "64")
+    assert code == 0
+    assert "keys, values and states of 64 tokens" in out
+    assert "takes 128 B for each token of a row, and 7.17 KB for the row: its states now and before the last" in out
 
 
 def test_tables_lose_nothing_in_a_narrow_terminal(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.plan.forecast import MEASURED_HITS, Speeds, forecast, hit_ratio
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, make_plan, stored_bits_ratio
+from swarm_plugins.offload.plan.sessions import SessionSizes
 from swarm_plugins.offload.plan.sizes import ExpertLayer, ModelSizes
 
 MB = 10**6
@@ -26,6 +27,7 @@ def sizes(**changes: Any) -> ModelSizes:
         "other_bytes": 100 * MB,
         "context_tokens": 1000,
         "cache_bytes": 20 * MB,
+        "session": SessionSizes(token_bytes=20_000, row_bytes=0),
         "activation_bytes": 5 * MB,
     }
     return ModelSizes(**{**values, **changes})
