@@ -51,11 +51,12 @@ class SpanSpec:
     def kv_tokens(self, num_bytes: int) -> int:
         """Returns how many tokens of one row fit into ``num_bytes``, in whole pages.
 
-        If a row takes the same memory at any length, each one that fits counts as the model's longest.
+        If a row takes the same memory at any length, each one that fits counts as the model's longest. A token that
+        takes none counts as a byte.
         """
         if self.kv_token_bytes:
             return max(0, num_bytes - self.kv_row_bytes) // (self.kv_token_bytes * PAGE_TOKENS) * PAGE_TOKENS
-        return num_bytes // self.kv_row_bytes * self.max_positions if self.kv_row_bytes else 0
+        return num_bytes // self.kv_row_bytes * self.max_positions if self.kv_row_bytes else num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ from type_models import save_type
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, OffloadConfig, load_offloaded
 from swarm_plugins.backbone import swarm_connection
 
-# Of nemotron_h, the second server has no experts.
 TYPES = ("nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text")
+# Of nemotron_h, the second block has experts and caches nothing, and the others have none.
+SPANS = {"nemotron_h": [(0, 1), (1, 2), (2, 4)]}
 # Three or four of the experts of a span, of 8 to 9 kB each; a span has up to eight.
 FEW = OffloadConfig(fast_bytes=32_000)
 
@@ -28,7 +29,8 @@ def test_servers_that_read_experts_on_demand_say_what_local_says(model_type: str
 @pytest.mark.parametrize("model_type", TYPES)
 def test_their_processes_say_what_local_says(model_type: str, tmp_path: Path) -> None:
     directory = save_type(model_type, tmp_path)
-    with LocalSwarm(directory, num_servers=2, dtype="float32", offload="fast=32KB", kv_bytes="16MB") as swarm:
+    spans = SPANS.get(model_type, [(0, 2), (2, 4)])
+    with LocalSwarm(directory, spans=spans, dtype="float32", offload="fast=32KB", kv_bytes="16MB") as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=swarm.initial_peers)
         compare_with_local(remote, directory)
         swarm_connection(remote).close()

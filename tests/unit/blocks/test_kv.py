@@ -17,7 +17,8 @@ from swarm_plugins.errors import CapacityError, ConfigError
 LAYOUTS = {0: BlockKV(2, 3, 2, 3, torch.float32), 2: BlockKV(1, 8, 1, 4, torch.float16)}
 TOKEN_BYTES = (2 * 3 * 2) * 4 + (8 + 4) * 2
 LAYOUT = LAYOUTS[0]
-STATES = BlockKV(0, 0, 0, 0, torch.float32, row_bytes=1000)
+NOTHING = BlockKV(0, 0, 0, 0, torch.float32)
+STATES = NOTHING._replace(row_bytes=1000)
 
 
 def session_of(pool: KVPool, rows: int = 1) -> KVCache:
@@ -166,7 +167,7 @@ def test_wrong_sizes_are_refused() -> None:
         pytest.param([LAYOUT, STATES], 2000 + PAGE_TOKENS * LAYOUT.token_bytes, PAGE_TOKENS, id="states first"),
         pytest.param([LAYOUT, STATES], 1999, 0, id="no row"),
         pytest.param([STATES], 4500, 2 * 512, id="states only"),
-        pytest.param([], 1 << 30, 0, id="nothing"),
+        pytest.param([NOTHING], 1 << 30, 1 << 30, id="nothing is kept"),
     ],
 )
 def test_tokens_that_memory_has_room_for(layouts: list[BlockKV], num_bytes: int, expected: int) -> None:
