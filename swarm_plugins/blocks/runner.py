@@ -48,6 +48,13 @@ class SpanSpec:
         """Bytes that one row takes there at any length: its states, and those before the last step."""
         return 2 * sum(layout.row_bytes for layout in self.kv_layouts.values())
 
+    @property
+    def kv_row_tokens(self) -> int:
+        """Tokens, as `kv_tokens` counts them, that each row after the first takes at any length."""
+        if self.kv_token_bytes:
+            return -(-self.kv_row_bytes // self.kv_token_bytes)
+        return self.max_positions if self.kv_row_bytes else 0
+
     def kv_tokens(self, num_bytes: int) -> int:
         """Returns how many tokens of one row fit into ``num_bytes``, in whole pages.
 

@@ -36,10 +36,17 @@ class ServerEntry:
     throughput: float
     """Announced tokens per second through one block in a batched forward."""
     free_kv_tokens: int
+    kv_row_tokens: int = 0
+    """Announced tokens of these that each row of a session after the first takes in addition to its own."""
     pushes: bool = False
     """Whether it hands outputs of sessions on to other servers."""
     round_trips: Mapping[str, float] = field(default_factory=dict)
     """Announced seconds of an empty request to other servers and its answer, by peer."""
+
+    def has_room(self, demand: Demand) -> bool:
+        """Returns whether a session fits into the announced memory."""
+        rows_after_first = max(0, demand.kv_rows - 1)
+        return demand.kv_tokens + rows_after_first * self.kv_row_tokens <= self.free_kv_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,8 @@ class Demand:
     """New tokens of a typical request: ``B * S``."""
     kv_tokens: int = 0
     """Tokens of KV cache the session will need; 0 for requests without a session."""
+    kv_rows: int = 0
+    """Rows of the session; 0 for requests without a session."""
     sender: str = ""
     """Server of the blocks before, which may hand its output to the chain; empty: the client."""
     receiver: str = ""
@@ -289,7 +298,7 @@ def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, 
 
 def _last_resort_s(servers: Sequence[ServerEntry], demand: Demand) -> np.ndarray:
     """Returns the penalty of servers without room: it exceeds any honest chain."""
-    return np.array([1e6 * (demand.kv_tokens > s.free_kv_tokens) for s in servers])
+    return np.array([0.0 if server.has_room(demand) else 1e6 for server in servers])
 
 
 def _trace(servers: Sequence[ServerEntry], blocks: range, entered_from: np.ndarray, last: int) -> list[SpanChoice]:

@@ -206,6 +206,7 @@ class Mover:
             target=None,
             mobility="pinned",
             total_kv_tokens=service.kv_tokens,
+            kv_row_tokens=span.spec.kv_row_tokens,
             **changes,
         )
 

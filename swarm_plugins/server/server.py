@@ -242,6 +242,7 @@ class SwarmServer:
             _online(self.info, span.spec.dtype, speed),
             network_tokens_s=await rate_of_network(span, self._joined(), self.info),
             total_kv_tokens=kv_tokens,
+            kv_row_tokens=span.spec.kv_row_tokens,
             max_session_tokens=max_session_tokens,
             needs=() if share is None else share.needs,
             pushes=True,

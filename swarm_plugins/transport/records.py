@@ -196,7 +196,7 @@ def check_server_info(info: ServerInfo) -> None:
         if not 0 <= start < end <= info.num_blocks:
             raise ProtocolError(f"server claims to move to or from blocks [{start}, {end}) of {info.num_blocks}")
     most = (info.max_batch_tokens, info.max_session_tokens)
-    counts = (info.free_kv_tokens, info.total_kv_tokens, info.served_tokens, *most)
+    counts = (info.free_kv_tokens, info.total_kv_tokens, info.kv_row_tokens, info.served_tokens, *most)
     if not all(0 <= value < 1 << 53 for value in counts):
         raise ProtocolError(f"server claims impossible token counts {counts}")
     _check_experts(info)

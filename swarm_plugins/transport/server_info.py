@@ -46,6 +46,8 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     """Tokens, cached for the whole span, that still fit in the KV budget."""
     total_kv_tokens: int = 0
     """Tokens, cached for the whole span, that the KV budget holds."""
+    kv_row_tokens: int = 0
+    """Tokens of that count that each row of a session after the first takes at any length, for states of fixed size."""
     max_batch_tokens: int = 0
     """Largest ``B * S`` of one request."""
     max_session_tokens: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from type_models import save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, OffloadConfig, load_offloaded
 from swarm_plugins.backbone import swarm_connection
+from swarm_plugins.backbone.served import stack_of
 
 TYPES = ("nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text")
-# Of nemotron_h, the second block has experts and caches nothing, and the others have none.
-SPANS = {"nemotron_h": [(0, 1), (1, 2), (2, 4)]}
+# Spans, and whether they keep states. Of nemotron_h, the second block has experts and caches nothing.
+HALVES = {(0, 2): True, (2, 4): True}
+SPANS = {"nemotron_h": {(0, 1): True, (1, 2): False, (2, 4): False}}
 # Three or four of the experts of a span, of 8 to 9 kB each; a span has up to eight.
 FEW = OffloadConfig(fast_bytes=32_000)
 
@@ -29,11 +32,13 @@ def test_servers_that_read_experts_on_demand_say_what_local_says(model_type: str
 @pytest.mark.parametrize("model_type", TYPES)
 def test_their_processes_say_what_local_says(model_type: str, tmp_path: Path) -> None:
     directory = save_type(model_type, tmp_path)
-    spans = SPANS.get(model_type, [(0, 2), (2, 4)])
-    with LocalSwarm(directory, spans=spans, dtype="float32", offload="fast=32KB", kv_bytes="16MB") as swarm:
+    spans = SPANS.get(model_type, HALVES)
+    with LocalSwarm(directory, spans=list(spans), dtype="float32", offload="fast=32KB", kv_bytes="16MB") as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=swarm.initial_peers)
         compare_with_local(remote, directory)
-        swarm_connection(remote).close()
+        with closing(swarm_connection(remote)):
+            infos = stack_of(remote).remote.view.infos.values()
+            assert {(info.start, info.end): info.kv_row_tokens > 0 for info in infos} == spans
 
 
 @torch.no_grad()

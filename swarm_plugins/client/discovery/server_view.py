@@ -200,6 +200,7 @@ class ServerView(ABC):
             step_s=info.decode_s,
             throughput=info.throughput,
             free_kv_tokens=info.free_kv_tokens,
+            kv_row_tokens=info.kv_row_tokens,
             pushes=info.pushes,
             round_trips=round_trips,
         )

@@ -105,7 +105,7 @@ class SwarmView(ServerView):
         self, blocks: range, demand: Demand, history: Demand, *, without: Collection[str]
     ) -> Alternative | None:
         """Returns the best chain of other servers with room; see `expected`."""
-        believed = [entry for entry in self.believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
+        believed = [entry for entry in self.believed(without) if entry.has_room(demand)]
         return expected(believed, blocks, demand, history, seed=self.seed, closed=self._closed(), tied=self.tied)
 
     def replica(self, blocks: range, demand: Demand, *, without: Collection[str]) -> str | None:

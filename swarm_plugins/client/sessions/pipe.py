@@ -253,7 +253,13 @@ class Pipe:
         """Returns what those have to do that take the place of one span."""
         rows, tokens = self._inputs.hidden.shape[:2]
         sender, receiver = neighbors(self.spans, current)
-        return Demand(tokens=rows * tokens, kv_tokens=rows * (self._cached + tokens), sender=sender, receiver=receiver)
+        return Demand(
+            tokens=rows * tokens,
+            kv_tokens=rows * (self._cached + tokens),
+            kv_rows=rows,
+            sender=sender,
+            receiver=receiver,
+        )
 
 
 def num_chunks(num_spans: int, tokens: int, step_s: float, token_s: float) -> int:

@@ -42,7 +42,7 @@ async def faster(
     """Moves one of a chain's sessions off a slow server; returns None if no others are clearly faster."""
     view, length = servers.view, current.history.length
     sender, receiver = neighbors(spans, current)
-    demand = Demand(tokens=rows, kv_tokens=rows * (length + 1), sender=sender, receiver=receiver)
+    demand = Demand(tokens=rows, kv_tokens=rows * (length + 1), kv_rows=rows, sender=sender, receiver=receiver)
     found = view.alternative(current.blocks, demand, Demand(tokens=rows * length), without={current.peer})
     if found is None or not current.times.is_move_worth(found.step_s, found.replay_s):
         return None

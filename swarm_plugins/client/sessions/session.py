@@ -68,7 +68,7 @@ class ClientSession:
         if not self._spans:
             rows, tokens = inputs.hidden.shape[:2]
             start = History(self.prefix)
-            demand = Demand(tokens=rows * tokens, kv_tokens=rows * (start.length + tokens))
+            demand = Demand(tokens=rows * tokens, kv_tokens=rows * (start.length + tokens), kv_rows=rows)
             self._spans = await planned(self.servers, self.blocks, demand, start, retries)
         cached = self._spans[0].history.length
         pipe = Pipe(self.servers, self._spans, inputs, cached, retries)

@@ -171,7 +171,33 @@ def test_wrong_sizes_are_refused() -> None:
     ],
 )
 def test_tokens_that_memory_has_room_for(layouts: list[BlockKV], num_bytes: int, expected: int) -> None:
-    spec = SpanSpec(
+    assert spec_of(layouts).kv_tokens(num_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("layouts", "expected"),
+    [
+        pytest.param([LAYOUT], 0, id="no states"),
+        # 2000 bytes of states, 48 of keys and values.
+        pytest.param([LAYOUT, STATES], 42, id="states"),
+        pytest.param([STATES], 512, id="states only"),
+        pytest.param([NOTHING], 0, id="nothing is kept"),
+    ],
+)
+def test_rows_after_the_first_take_no_less_than_their_states(layouts: list[BlockKV], expected: int) -> None:
+    spec, num_rows = spec_of(layouts), 3
+    assert spec.kv_row_tokens == expected
+    # Announced room for as many rows, of one page each, is room for them.
+    pool = KVPool(1 << 20)
+    needed = num_rows * PAGE_TOKENS + (num_rows - 1) * spec.kv_row_tokens
+    pool.used_bytes = next(used for used in range(1 << 20, 0, -64) if spec.kv_tokens((1 << 20) - used) >= needed)
+    cache = KVCache(pool, spec.kv_layouts, spec.blocks, num_rows, spec.device)
+    cache.reserve(1)
+    cache.close()
+
+
+def spec_of(layouts: list[BlockKV]) -> SpanSpec:
+    return SpanSpec(
         blocks=range(len(layouts)),
         hidden_size=8,
         dtype=torch.float32,
@@ -179,7 +205,6 @@ def test_tokens_that_memory_has_room_for(layouts: list[BlockKV], num_bytes: int,
         max_positions=512,
         kv_layouts=dict(enumerate(layouts)),
     )
-    assert spec.kv_tokens(num_bytes) == expected
 
 
 class Watching(KVPool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
 import torch
 import virtual_time
 from client_kit import VERSION, server_info
@@ -31,8 +32,9 @@ from swarm_plugins.transport.server_info import InfoRequest
 class Server:
     """A slow server; each answer is the sum of its session so far, which a replay has to rebuild."""
 
-    def __init__(self, decode_s: float, *, start: int = 0, end: int = 2) -> None:
-        self.info = server_info(start, end, 2, decode_s=decode_s, throughput=1.0 / decode_s)
+    def __init__(self, decode_s: float, *, start: int = 0, end: int = 2, kv_row_tokens: int = 0) -> None:
+        figures = {"decode_s": decode_s, "throughput": 1.0 / decode_s, "kv_row_tokens": kv_row_tokens}
+        self.info = server_info(start, end, 2, **figures)
         self.delay_s = 0.0
         self.is_full = False
         self.steps: list[int] = []
@@ -44,10 +46,10 @@ class Server:
         total = torch.zeros(1, 1, 4)
         while (message := await channel.receive(timeout_s=60.0)) is not None:
             answer: Message = self.info
-            if isinstance(message, SessionOpen):
+            if self.is_full and isinstance(message, SessionOpen | SessionStep):
+                answer = Failure(kind="out_of_memory", message="full")
+            elif isinstance(message, SessionOpen):
                 answer = SessionOpened(session="s", max_tokens=1000)
-                if self.is_full:
-                    answer = Failure(kind="out_of_memory", message="full")
             elif isinstance(message, SessionStep):
                 await asyncio.sleep(self.delay_s)
                 self.steps.append(message.hidden.shape[1])
@@ -59,12 +61,14 @@ class Server:
             await channel.send(answer)
 
 
-async def generate(servers: Servers, tokens: int, on_token: Callable[[int], None] = lambda _: None) -> list[float]:
+async def generate(
+    servers: Servers, tokens: int, on_token: Callable[[int], None] = lambda _: None, *, rows: int = 1
+) -> list[float]:
     session = ClientSession(servers, blocks=range(2))
     found = []
     for number in range(tokens):
         on_token(number)
-        outputs = await session.step(SpanInputs(blocks=range(2), hidden=torch.full((1, 1, 4), float(number))), ())
+        outputs = await session.step(SpanInputs(blocks=range(2), hidden=torch.full((rows, 1, 4), float(number))), ())
         found.append(float(outputs.hidden[0, -1, 0]))
     await session.close()
     return found
@@ -131,6 +135,39 @@ def test_a_session_stays_where_another_server_would_not_be_clearly_faster_or_has
     machines["b"].is_full = True
     run(machines, use)
     assert len(machines["a"].steps) == 32
+
+
+@pytest.mark.parametrize(("rows", "is_room"), [(3, True), (4, False)])
+def test_a_session_begins_moves_and_goes_on_only_where_there_is_room_for_the_states_of_its_rows(
+    rows: int, is_room: bool
+) -> None:
+    # 1000 tokens, of which each row after the first takes 400 in addition to its own.
+    machines = {"near": Server(1e-5, kv_row_tokens=400), "roomy": Server(1e-3)}
+
+    async def use(servers: Servers) -> None:
+        assert await generate(servers, 3, rows=rows) == sums(3)
+
+    run(machines, use)
+    assert bool(machines["near"].steps) == is_room
+    machines = {"slow": Server(1e-5), "other": Server(1e-3, kv_row_tokens=400)}
+    machines["slow"].delay_s = 0.3
+
+    async def use_long(servers: Servers) -> None:
+        assert await generate(servers, 30, rows=rows) == sums(30)
+
+    run(machines, use_long)
+    assert bool(machines["other"].steps) == is_room
+    machines = {"lost": Server(1e-6), "near": Server(1e-5, kv_row_tokens=400), "roomy": Server(1e-3)}
+
+    def lose(number: int) -> None:
+        machines["lost"].is_full = number >= 3
+
+    async def use_lost(servers: Servers) -> None:
+        assert await generate(servers, 6, lose, rows=rows) == sums(6)
+
+    run(machines, use_lost)
+    assert len(machines["lost"].steps) == 3
+    assert bool(machines["near"].steps) == is_room
 
 
 def test_an_invented_speed_costs_at_most_ten_calls() -> None:

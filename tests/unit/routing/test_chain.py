@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -88,6 +89,21 @@ def test_large_batches_go_by_throughput_and_single_tokens_by_step_time() -> None
     ]
     assert plan(servers, range(2), Demand(tokens=1)) == [SpanChoice("nimble", 0, 2)]
     assert plan(servers, range(2), Demand(tokens=1000)) == [SpanChoice("strong", 0, 2)]
+
+
+def test_each_row_after_the_first_needs_room_for_its_states() -> None:
+    near = replace(server("near", 0, 2, kv=1000), kv_row_tokens=400)
+    servers = [near, server("roomy", 0, 2, rtt=5.0, kv=1000)]
+
+    def chosen(rows: int) -> str:
+        found = plan(servers, range(2), Demand(kv_tokens=10 * rows, kv_rows=rows))
+        assert found is not None
+        return found[0].peer
+
+    # 1000 tokens are room for one row's states besides; two more rows take 800, and their tokens 30.
+    assert [chosen(rows) for rows in (1, 3, 4)] == ["near", "near", "roomy"]
+    # Without a session there is nothing to keep.
+    assert plan(servers, range(2), Demand(tokens=10**6)) == [SpanChoice("near", 0, 2)]
 
 
 def test_full_servers_are_the_last_resort() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor
+from type_models import save_type
 
 from recipes.benchmarks.links.swarm import Place
 from swarm_plugins import AutoSwarmModelForCausalLM
@@ -186,3 +187,12 @@ def test_a_span_that_cannot_be_loaded_leaves_the_old_one(tiny_mixtral: Path) -> 
             assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
         remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         assert torch.isfinite(remote(PROMPT).logits).all()
+
+
+def test_it_announces_what_rows_take_on_its_new_blocks(tmp_path: Path) -> None:
+    # Of this model, only the first block keeps states.
+    with MovingSwarm(save_type("nemotron_h", tmp_path), spans=[(2, 4), (2, 4), (0, 2)]) as swarm:
+        service = swarm.services[swarm.peers[0]]
+        assert service.info().kv_row_tokens == 0
+        swarm.move(swarm.peers[0], 0, 2)
+        assert service.info().kv_row_tokens == service.spec.max_positions

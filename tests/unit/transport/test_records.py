@@ -182,6 +182,15 @@ def test_impossible_round_trips_are_ignored_and_their_server_is_not(
     assert possible_round_trips(info) == believed
 
 
+def test_a_server_of_an_earlier_version_names_no_cost_of_rows() -> None:
+    said = msgspec.to_builtins(msgspec.structs.replace(INFO, kv_row_tokens=7))
+    assert msgspec.convert(said, ServerInfo).kv_row_tokens == 7
+    del said["kv_row_tokens"]
+    known = msgspec.convert(said, ServerInfo)
+    check_server_info(known)
+    assert known.kv_row_tokens == 0
+
+
 @pytest.mark.parametrize("blob", [b"", b"\xff", b"\x93\xc4\x00\xc4\x00\xc4\x00", b"\x91" * 4000], ids=repr)
 def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -204,6 +213,8 @@ def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
         {"decode_s": -1.0},
         {"load": math.inf},
         {"free_kv_tokens": -1},
+        {"kv_row_tokens": -1},
+        {"kv_row_tokens": 1 << 53},
         {"max_batch_tokens": 2**60},
         {"version": ""},
         {"model": "m" * 600},
