@@ -160,6 +160,12 @@ class KVCache:
         """Keys and values that each block caches."""
         return max((layout.slots for layout in self._layouts.values()), default=1)
 
+    def growth_bytes(self, rows: int, tokens: int) -> int:
+        """Returns the bytes needed on top for so many tokens in so many rows, and while the cache grows."""
+        states = max(0, rows - self._num_rows_kept) * self._row_bytes
+        capacity = in_pages(tokens)
+        return states + (self._cost(capacity, rows) if rows * capacity > self.batch_size * self.capacity else 0)
+
     def append(self, block: int, keys: Tensor, values: Tensor, slot: int = 0) -> None:
         """Writes ``[B, H, S, W]`` after the cached tokens of a block; they count when it `advance`s."""
         key_buffer, value_buffer = self._slot(block, slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,12 +41,17 @@ class SpanSpec:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes that one token of one row takes in the caches of all blocks."""
-        return sum(layout.token_bytes for layout in self.kv_layouts.values())
+        return self.kv_bytes_of(self.kv_layouts)[0]
 
     @property
     def kv_row_bytes(self) -> int:
         """Bytes that one row takes there at any length: its states, and those before the last step."""
-        return 2 * sum(layout.row_bytes for layout in self.kv_layouts.values())
+        return self.kv_bytes_of(self.kv_layouts)[1]
+
+    def kv_bytes_of(self, blocks: Iterable[int]) -> tuple[int, int]:
+        """Returns what one token of one row, and what the row itself takes in the caches of those blocks held here."""
+        layouts = [self.kv_layouts[block] for block in blocks if block in self.kv_layouts]
+        return sum(layout.token_bytes for layout in layouts), 2 * sum(layout.row_bytes for layout in layouts)
 
     @property
     def kv_row_tokens(self) -> int:

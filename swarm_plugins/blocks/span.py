@@ -58,11 +58,6 @@ class Span:
         """Global indices of the span's blocks."""
         return self.spec.blocks
 
-    @property
-    def free_tokens(self) -> int:
-        """Tokens that the KV budget still has room for, in all blocks."""
-        return self.spec.kv_tokens(self.pool.free_bytes)
-
     def close(self) -> None:
         """Closes the readers of offloaded experts; the span cannot run afterwards. Idempotent."""
         if self._experts is not None:

@@ -58,10 +58,13 @@ class HostedSpans:
         if self._on_block_boundary is not None:
             self._on_block_boundary()
 
-    @property
-    def free_tokens(self) -> int:
-        """Tokens that the KV budget still has room for, in all blocks of the span that is served."""
-        return self._spans[-1].free_tokens if self._spans else 0
+    def free_tokens(self, idle_bytes: int = 0) -> int:
+        """Returns the tokens that the KV budget still has room for, in all blocks of the span that is served.
+
+        Args:
+            idle_bytes: Bytes of the budget in use that count as free.
+        """
+        return self._spans[-1].spec.kv_tokens(self.pool.free_bytes + idle_bytes) if self._spans else 0
 
     @property
     def num_bytes(self) -> int:

@@ -196,7 +196,6 @@ class Mover:
             except ConfigError as error:
                 log.warning("an adapter is not offered on the new blocks: %s", error)
         await self._on_compute_thread(functools.partial(self.spans.add, span))
-        service.kv_tokens = span.spec.kv_tokens(self.config.kv_bytes)
         service.draining.begin(span.blocks)
         # While it waits for open sessions the next move is not its turn.
         await self._announce(
@@ -205,7 +204,7 @@ class Mover:
             end=span.blocks.stop,
             target=None,
             mobility="pinned",
-            total_kv_tokens=service.kv_tokens,
+            total_kv_tokens=span.spec.kv_tokens(self.config.kv_bytes),
             kv_row_tokens=span.spec.kv_row_tokens,
             **changes,
         )

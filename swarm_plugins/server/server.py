@@ -258,7 +258,7 @@ class SwarmServer:
                 row_tokens=max(MIN_PORTION_TOKENS, int(speed.throughput * _BLOCK_S)),
                 token_bytes=speed.token_bytes,
             ),
-            kv_tokens=kv_tokens,
+            kv_bytes=config.kv_bytes,
             activations=ActivationStore(config.activation_bytes or 0),
             adapters=AdapterStore(config.adapter_bytes),
             ledger=self._ledger,

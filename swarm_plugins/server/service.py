@@ -87,8 +87,8 @@ class Service(_Serving):
     """Longest sequence of one session."""
     run_limits: RunLimits = field(default_factory=RunLimits)
     """Memory of a running forward or backward, and how many tokens run at a time."""
-    kv_tokens: int | None = None
-    """Tokens that the whole KV budget holds, for the whole span. None: unknown."""
+    kv_bytes: int | None = None
+    """Budget of the caches of all sessions. None: unknown."""
     activations: ActivationStore[KeptForward] = field(default_factory=lambda: ActivationStore(_STORE_BYTES))
     adapters: AdapterStore = field(default_factory=lambda: AdapterStore(_STORE_BYTES))
     uploads: FairLock = field(default_factory=FairLock)
@@ -116,12 +116,11 @@ class Service(_Serving):
         info = msgspec.structs.replace(
             super().info(), unkept_graphs=self.activations.num_unkept, refused_pushes=self.pushes.num_refused
         )
-        if self.kv_tokens is None:
+        if self.kv_bytes is None:
             return info
         # What idle sessions give back when it is needed is free.
-        idle = sum(one.held_tokens for one in self.sessions.expired(limits.SESSION_LEASE_S))
-        free = self.runner.free_tokens + idle // max(1, len(self.spec.blocks))
-        return msgspec.structs.replace(info, free_kv_tokens=free)
+        idle = sum(one.held_bytes for one in self.sessions.expired(limits.SESSION_LEASE_S))
+        return msgspec.structs.replace(info, free_kv_tokens=self.runner.free_tokens(idle))
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanOutputs
-from swarm_plugins.blocks.kv import KVCache, in_pages
+from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
@@ -17,7 +17,7 @@ from swarm_plugins.server.rpc.checks import check_blocks, check_held, check_pref
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import opening_history
 from swarm_plugins.server.rpc.push import finished, plain_step
-from swarm_plugins.server.rpc.session_memory import admitted, max_tokens, room, too_long
+from swarm_plugins.server.rpc.session_memory import admitted, cache_bytes, max_tokens, room, too_long
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.inbox import Inbox
 from swarm_plugins.server.state.sessions import Session, apply_ops
@@ -76,10 +76,11 @@ class _Stream:
             raise too_long(service, request.batch_size, prefix_tokens, most)
         history = await opening_history(service, request)
         source = self._source(request, blocks)
-        # Each row takes whole pages; an empty cache takes none.
         first_tokens = prefix_tokens if source is None else source.cache.length
-        memory = room(service, self._peer, len(blocks) * request.batch_size * in_pages(first_tokens))
-        with memory, contextlib.ExitStack() as ending:
+        # An empty cache takes no memory, but the copy of one does for states.
+        is_empty = source is None and not first_tokens
+        asked = 0 if is_empty else cache_bytes(service, blocks, request.batch_size, first_tokens)
+        with room(service, self._peer, asked), contextlib.ExitStack() as ending:
             ending.enter_context(service.sessions.counted(self._peer))
             cache = await self._new_cache(self._maker(request, blocks, source))
             inbox = Inbox(self._peer, request.push_name, request.push_key)

@@ -35,10 +35,19 @@ def max_tokens(service: Service, blocks: range, batch_size: int) -> int:
     if not 1 <= batch_size <= service.max_batch_tokens:
         raise BadRequestError(f"batch_size is {batch_size}, expected 1 to {service.max_batch_tokens}")
     most = service.max_session_tokens
-    if service.kv_tokens is None:
+    if service.kv_bytes is None:
         return most
-    share = service.kv_tokens * limits.MAX_KV_SHARE
-    return min(most, int(share * len(service.spec.blocks) / len(blocks)) // batch_size)
+    token_bytes, row_bytes = service.spec.kv_bytes_of(blocks)
+    room_of_row = int(service.kv_bytes * limits.MAX_KV_SHARE) // batch_size - row_bytes
+    if room_of_row < 0:
+        return 0
+    return min(most, room_of_row // token_bytes) if token_bytes else most
+
+
+def cache_bytes(service: Service, blocks: range, batch_size: int, num_tokens: int) -> int:
+    """Returns the bytes of a cache of so many tokens in each row, in whole pages."""
+    token_bytes, row_bytes = service.spec.kv_bytes_of(blocks)
+    return batch_size * (in_pages(num_tokens) * token_bytes + row_bytes)
 
 
 def too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
@@ -57,7 +66,7 @@ def too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> 
 
 
 def _check_step(service: Service, session: Session, request: SessionStep) -> int:
-    """Checks a step; returns the tokens x blocks that its cache grows by."""
+    """Checks a step; returns the bytes that its cache grows by."""
     check_hidden(service, request.hidden)
     rows, num_new = request.hidden.shape[:2]
     batch_size, cached = shape_after(
@@ -74,29 +83,26 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> int
     if cached + num_new > limit:
         raise too_long(service, rows, cached + num_new, limit)
     check_tensors(service, request, session.blocks, cached)
-    held = session.cache.batch_size * session.cache.capacity
-    needed = rows * in_pages(cached + num_new)
-    # While it grows, one block's old memory exists beside the new one.
-    return len(session.blocks) * (needed - held) + min(held, needed) if needed > held else 0
+    return session.cache.growth_bytes(rows, cached + num_new)
 
 
 @contextlib.contextmanager
 def room(service: Service, peer: str, asked: int) -> Iterator[None]:
-    """Keeps room for ``asked`` tokens x blocks more; for that it closes sessions whose lease is over.
+    """Keeps room for ``asked`` bytes of caches more; for that it closes sessions whose lease is over.
 
     Raises:
         CapacityError: If they do not fit even then, or make one peer's caches too large; nothing is closed then.
     """
-    if service.kv_tokens is None or asked <= 0:
+    if service.kv_bytes is None or asked <= 0:
         yield
         return
     sessions, group_of = service.sessions, service.points.group
     group = group_of(peer)
-    total = service.kv_tokens * len(service.spec.blocks)
-    free, held = total - sessions.held_tokens(), sessions.held_tokens(lambda owner: owner == peer)
-    of_group = sessions.held_tokens(lambda owner: group_of(owner) == group)
+    total = service.kv_bytes
+    free, held = total - sessions.held_bytes(), sessions.held_bytes(lambda owner: owner == peer)
+    of_group = sessions.held_bytes(lambda owner: group_of(owner) == group)
     message = (
-        f"this client's sessions hold {held} tokens x blocks, those of its address {of_group} and all "
+        f"the caches of this client's sessions take {held} bytes, those of its address {of_group} and all "
         f"{total - free} of {total}: there is no room for {asked} more; close sessions, or use another server"
     )
     victims: list[Session] = []
@@ -106,9 +112,9 @@ def room(service: Service, peer: str, asked: int) -> Iterator[None]:
         if victim is None:
             raise CapacityError(message)
         victims.append(victim)
-        free += victim.held_tokens
-        held -= victim.held_tokens if victim.peer == peer else 0
-        of_group -= victim.held_tokens if group_of(victim.peer) == group else 0
+        free += victim.held_bytes
+        held -= victim.held_bytes if victim.peer == peer else 0
+        of_group -= victim.held_bytes if group_of(victim.peer) == group else 0
     for victim in victims:
         sessions.remove(victim)
         service.inboxes.remove(victim.inbox)

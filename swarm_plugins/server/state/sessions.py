@@ -40,9 +40,9 @@ class Session:
     """Hash of all that the cache has come from, for receipts; empty since a step whose result is not signed."""
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens (rows times capacity times blocks) that it holds memory for."""
-        return 0 if self.is_closed else self.cache.batch_size * self.cache.capacity * len(self.blocks)
+    def held_bytes(self) -> int:
+        """Bytes of the KV budget that it holds."""
+        return 0 if self.is_closed else self.cache.num_bytes
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -120,9 +120,9 @@ class SessionTable:
             for session in self._sessions.values()
         )
 
-    def held_tokens(self, owns: Callable[[str], bool] = lambda _: True) -> int:
-        """Returns the tokens (rows times capacity times blocks) that sessions of some peers hold, or are about to."""
-        held = sum(session.held_tokens for session in self._sessions.values() if owns(session.peer))
+    def held_bytes(self, owns: Callable[[str], bool] = lambda _: True) -> int:
+        """Returns the bytes of the KV budget that sessions of some peers hold, or are about to."""
+        held = sum(session.held_bytes for session in self._sessions.values() if owns(session.peer))
         return held + sum(amount for peer, amount in self._growing.items() if owns(peer))
 
     @contextlib.contextmanager

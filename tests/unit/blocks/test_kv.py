@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +195,21 @@ def test_rows_after_the_first_take_no_less_than_their_states(layouts: list[Block
     cache = KVCache(pool, spec.kv_layouts, spec.blocks, num_rows, spec.device)
     cache.reserve(1)
     cache.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 200])
+def test_growth_is_known_before(tokens: int) -> None:
+    layouts = {**LAYOUTS, 3: STATES}
+    for missing in (0, 1):
+        pool = KVPool(1 << 20)
+        cache = KVCache(pool, layouts, range(4), 3, torch.device("cpu"))
+        for num_tokens in (tokens, 3 * tokens):
+            pool.budget_bytes = pool.used_bytes + cache.growth_bytes(3, num_tokens)
+            cache.reserve(num_tokens)
+        assert cache.growth_bytes(3, 3 * tokens) == cache.growth_bytes(2, 1) == 0
+        pool.budget_bytes = pool.used_bytes + cache.growth_bytes(3, 1000) - missing
+        with pytest.raises(CapacityError) if missing else contextlib.nullcontext():
+            cache.reserve(1000)
 
 
 def spec_of(layouts: list[BlockKV]) -> SpanSpec:

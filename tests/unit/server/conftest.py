@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_server import VERSION, FakeRunner
+from fake_server import TOKEN_BYTES, VERSION, FakeRunner
 
 from swarm_plugins.server import limits
 from swarm_plugins.server.compute.scheduler import Scheduler
@@ -37,7 +37,7 @@ def service(runner: FakeRunner, scheduler: Scheduler, monkeypatch: pytest.Monkey
         scheduler=scheduler,
         max_batch_tokens=256,
         max_session_tokens=100,
-        kv_tokens=200,
+        kv_bytes=200 * TOKEN_BYTES,
         activations=ActivationStore(1 << 20),
         adapters=AdapterStore(1 << 16),
         sessions=SessionTable(3),

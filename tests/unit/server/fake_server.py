@@ -28,6 +28,8 @@ from swarm_plugins.transport.server_info import ServerInfo
 VERSION = "tiny@local-0123456789abcdef"
 WIDTH = 4
 MAX_POSITIONS = 200
+TOKEN_BYTES = 4 * 16
+"""Keys and values of one token in four blocks."""
 
 
 class FakeCache:
@@ -45,6 +47,15 @@ class FakeCache:
     @property
     def capacity(self) -> int:
         return in_pages(self.length)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.batch_size * self.capacity * TOKEN_BYTES
+
+    def growth_bytes(self, rows: int, tokens: int) -> int:
+        held, needed = self.batch_size * self.capacity, rows * in_pages(tokens)
+        # While it grows, one block of four has its old memory beside the new.
+        return (needed - held) * TOKEN_BYTES + min(held, needed) * TOKEN_BYTES // 4 if needed > held else 0
 
     def crop(self, length: int) -> None:
         if self.is_closed:
@@ -74,7 +85,6 @@ class FakeRunner:
     )
     on_block_boundary: Callable[[], None] | None = None
     weights = frozenset[int]()
-    free_tokens = 0
 
     def __init__(self) -> None:
         self.open_caches: list[FakeCache] = []
@@ -86,6 +96,9 @@ class FakeRunner:
         self.blocks_may_end: threading.Semaphore | None = None
         """One for each block of a forward that may end. None: each ends by itself."""
         self.events: list[str] = []
+
+    def free_tokens(self, idle_bytes: int = 0) -> int:
+        return 0
 
     def at_boundary(self) -> None:
         if self.on_block_boundary is not None:

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 import torch
-from fake_server import VERSION, WIDTH, FakeRunner, transport_to
+from fake_server import TOKEN_BYTES, VERSION, WIDTH, FakeRunner, transport_to
 from session_kit import ADDED, OPEN, ask, playing, step_of
 
 from swarm_plugins.block_io import CacheOp
@@ -185,7 +185,7 @@ async def test_full_budget_is_out_of_memory_and_leaves_the_session(service: Serv
 
 
 async def test_batch_that_the_budget_cannot_hold_is_out_of_memory(service: Service) -> None:
-    service.kv_tokens = 256
+    service.kv_bytes = 256 * TOKEN_BYTES
     async with playing(service) as (channel, _):
         await ask(channel, msgspec.structs.replace(OPEN, batch_size=4))
         answer = await ask(channel, step_of(65, 0, batch_size=4))
@@ -210,7 +210,7 @@ async def test_operations_take_effect_before_the_step(service: Service, runner: 
 
 
 async def test_fork_copies_the_cache_of_the_same_peer_only(service: Service, runner: FakeRunner) -> None:
-    service.kv_tokens = 400
+    service.kv_bytes = 400 * TOKEN_BYTES
     async with playing(service) as (channel, transport):
         opened = await ask(channel, OPEN)
         assert isinstance(opened, SessionOpened)

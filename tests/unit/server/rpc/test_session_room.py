@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Sequence
 
 import msgspec
 import pytest
-from fake_server import FakeRunner, transport_to, until
+import torch
+from fake_server import TOKEN_BYTES, FakeRunner, transport_to, until
 from session_kit import OPEN, ask, playing, step_of
 
 from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.blocks.kv import BlockKV
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
@@ -27,7 +30,7 @@ from swarm_plugins.transport.messages import (
 
 async def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens in 4 blocks; one peer gets 358 of them, in pages of 64.
-    service.kv_tokens = 512
+    service.kv_bytes = 512 * TOKEN_BYTES
     monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.7)
     service.max_session_tokens = 200
     async with playing(service) as (channel, transport):
@@ -39,7 +42,7 @@ async def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pyt
         assert isinstance(answer, Failure)
         assert answer.kind == "out_of_memory"
         assert (
-            "hold 768 tokens x blocks, those of its address 768 and all 768 of 2048: there is no room for 768 more"
+            "take 12288 bytes, those of its address 12288 and all 12288 of 32768: there is no room for 12288 more"
             in answer.message
         )
         assert isinstance(await ask(other, step_of(128, 0)), SessionStepResponse)
@@ -51,10 +54,35 @@ async def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pyt
         await stranger.close()
 
 
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        # Of 75000 bytes each row takes 8000 at any length, and 64 for each token.
+        pytest.param(BlockKV(1, 2, 1, 2, torch.float32, row_bytes=1000), [1046, 5, 0], id="states beside keys"),
+        pytest.param(BlockKV(0, 0, 0, 0, torch.float32, row_bytes=1000), [2000, 2000, 0], id="states only"),
+        pytest.param(BlockKV(0, 0, 0, 0, torch.float32), [2000, 2000, 2000], id="nothing is kept"),
+    ],
+)
+async def test_states_of_rows_count_in_the_share(
+    layout: BlockKV, expected: list[int], service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.spec = dataclasses.replace(runner.spec, kv_layouts=dict.fromkeys(range(2, 6), layout))
+    service.kv_bytes, service.max_session_tokens = 100_000, 2000
+    monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.75)
+    async with playing(service) as (_, transport):
+        found = []
+        for rows in (1, 9, 10):
+            channel = await transport.open("server", "rpc_session", timeout_s=5)
+            opened = await ask(channel, msgspec.structs.replace(OPEN, batch_size=rows))
+            assert isinstance(opened, SessionOpened)
+            found.append(opened.max_tokens)
+    assert found == expected
+
+
 async def test_steps_at_the_same_time_keep_the_share_too(
     service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.kv_tokens = 512
+    service.kv_bytes = 512 * TOKEN_BYTES
     monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.7)
     service.max_session_tokens = 200
     async with playing(service) as (channel, transport):
@@ -76,7 +104,7 @@ async def test_many_identities_of_one_address_leave_room_for_others(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 32 pages of 64 tokens in each of 4 blocks; identities come until one gets no page.
-    service.kv_tokens = 2048
+    service.kv_bytes = 2048 * TOKEN_BYTES
     monkeypatch.setattr(limits, "MAX_KV_SHARE", 0.75)
     async with playing(service):
 
@@ -94,7 +122,7 @@ async def test_many_identities_of_one_address_leave_room_for_others(
                 break
         # As many as one address may hold: nine tenths.
         assert isinstance(answer, Failure)
-        assert "hold 0 tokens x blocks, those of its address 7168 and all 7168 of 8192" in answer.message
+        assert "take 0 bytes, those of its address 114688 and all 114688 of 131072" in answer.message
         service.points.met("honest", "/ip4/198.51.100.1/tcp/4001")
         assert isinstance(await hold("honest", 64), SessionStepResponse)
         for one in transports:
@@ -106,7 +134,7 @@ async def test_wide_sessions_take_no_memory_before_their_first_tokens(service: S
         others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(2)]
         for one in (channel, *others):
             assert isinstance(await ask(one, msgspec.structs.replace(OPEN, batch_size=200)), SessionOpened)
-        assert service.sessions.held_tokens() == 0
+        assert service.sessions.held_bytes() == 0
 
 
 async def test_a_session_gives_its_room_to_others_when_its_lease_is_over(
@@ -164,7 +192,7 @@ async def test_a_fork_gets_no_more_than_it_has_taken_room_for(service: Service, 
 async def test_the_fork_of_many_short_rows_takes_room_for_their_pages(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.kv_tokens = 3 * 64 * 2
+    service.kv_bytes = 3 * 64 * 2 * TOKEN_BYTES
     rows = msgspec.structs.replace(OPEN, batch_size=2)
     async with playing(service) as (channel, transport):
         opened = await ask(channel, rows)
@@ -180,4 +208,4 @@ async def test_the_fork_of_many_short_rows_takes_room_for_their_pages(
         other = await transport.open("server", "rpc_session", timeout_s=5)
         assert isinstance(await ask(other, msgspec.structs.replace(rows, fork_of=opened.session)), SessionOpened)
         # A page of 64 tokens for each row, in each of 4 blocks.
-        assert asked == [2 * 64 * 4]
+        assert asked == [2 * 64 * TOKEN_BYTES]
