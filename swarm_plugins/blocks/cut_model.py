@@ -19,6 +19,7 @@ from swarm_plugins.blocks.attending import SDPA
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
+from swarm_plugins.blocks.own_layers import OwnLayers
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
 from swarm_plugins.blocks.routers import watch_routers
@@ -44,8 +45,6 @@ class CutModel:
 
     num_returned = 0
     """How many values layers return in a tuple, 0 for a tensor alone; see `probe`."""
-    token = 0
-    """What stands for all token ids: blocks do not depend on them."""
     hidden_size: int
     """Width of what passes between blocks; see `probe`."""
 
@@ -91,6 +90,7 @@ class CutModel:
         """Arguments that the model's forward takes."""
         self._tables: dict[tuple[int, int, int], list[Any]] = {}
         self._joined: dict[int, bool] = {}
+        self.own_layers = OwnLayers(self.config)
         # Adapters name modules in every step; only existing ones are kept, so it is bounded.
         self._modules: dict[tuple[int, str], nn.Module] = {}
         watch_routers(model, self.layers, blocks, self._calls)
@@ -127,7 +127,7 @@ class CutModel:
         call = self._call(step.blocks, [use], [step])
         if on_boundary is not None:
             call.table = self._watched_table(step.blocks, call.between, on_boundary)
-        past = SessionPast(step.cache, self._joined)
+        past = SessionPast(step.cache, self._joined, self.own_layers)
         padding = padding_of(step)
         if self._is_direct and padding is None and step.hidden.shape[1] == 1:
             return call.outputs(self._run_single(call, step.blocks, step.hidden, step.position_ids, past))
@@ -159,24 +159,29 @@ class CutModel:
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         past: Past | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
-        """Runs the model's forward with a call in force; returns what its last block hands on."""
+        """Runs the model's forward with a call in force; returns what its last block hands on.
+
+        ``ids`` are those of tokens, ``[B, S]``. None: blocks do not depend on them.
+        """
         outputs: list[Tensor] = []
         call.table = self._between_borders(call, hidden, outputs.append)
-        self.run_model(call, hidden.shape[:2], mask, positions, past)
+        if ids is None:
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+        self.run_model(call, ids, mask, positions, past)
         return outputs[0]
 
     def run_model(
         self,
         call: Call,
-        shape: Sequence[int],
+        ids: Tensor,
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         past: Past | None = None,
     ) -> None:
-        """Runs the model's forward on tokens ``[B, S]`` that stand for others, with a call's table as it is."""
+        """Runs the model's forward on tokens, ``[B, S]``, with a call's table as it is."""
         with self._calls.running(call):
-            ids = torch.full(tuple(shape), self.token, dtype=torch.long, device=self.device)
             arguments = {"attention_mask": mask, "position_ids": positions, self._cache_name: past}
             self.model(input_ids=ids, use_cache=past is not None, **{k: arguments[k] for k in self._names})
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from swarm_plugins.blocks.own_layers import OwnState
 from swarm_plugins.errors import CapacityError, ConfigError
 
 PAGE_TOKENS = 64
@@ -38,6 +39,8 @@ class BlockKV(NamedTuple):
     index_dtype: torch.dtype = torch.float32
     row_bytes: int = 0
     """Bytes of the states of one row, whatever its length."""
+    grown_bytes: int = 0
+    """Bytes by which the states of one row grow with a token."""
     slots: int = 1
     """How many keys and values it caches, one for each attention in it."""
 
@@ -45,20 +48,22 @@ class BlockKV(NamedTuple):
     def token_bytes(self) -> int:
         """Bytes of one token of one row."""
         width = self.key_heads * self.key_width + self.value_heads * self.value_width
-        return self.slots * width * self.dtype.itemsize + self.index_width * self.index_dtype.itemsize
+        whole = self.slots * width * self.dtype.itemsize + self.index_width * self.index_dtype.itemsize
+        # The states now, and those before the last step.
+        return whole + 2 * self.grown_bytes
 
     @property
     def is_plain(self) -> bool:
         """Whether it is keys and values, and nothing else."""
-        return self.key_heads > 0 and self.slots == 1 and not (self.index_width or self.row_bytes)
+        return self.key_heads > 0 and self.slots == 1 and not (self.index_width or self.row_bytes or self.grown_bytes)
 
 
 class RewindError(ConfigError):
     """The states of a session cannot go back as far as is asked."""
 
 
-States = dict[tuple[int, str, int], Tensor]
-"""By block, kind (``conv`` or ``recurrent``) and number: a block may have several of a kind."""
+States = dict[tuple[int, str, int], Tensor | OwnState]
+"""By block, kind (``conv``, ``recurrent``, ``own``) and number: a block may have several of a kind."""
 
 
 class KVPool:
@@ -136,8 +141,8 @@ class KVCache:
 
     @property
     def has_states(self) -> bool:
-        """Whether some block has states of fixed size."""
-        return self._row_bytes > 0
+        """Whether some block has states."""
+        return any(layout.row_bytes or layout.grown_bytes for layout in self._layouts.values())
 
     def reserve(self, new_tokens: int) -> None:
         """Makes room for ``new_tokens`` more tokens per row, in all blocks at once.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from swarm_plugins.blocks.kv import BlockKV, KVCache, States
+from swarm_plugins.blocks.own_layers import OWN, LayersView, OwnLayers, OwnState
 from swarm_plugins.errors import UnsupportedError
 
 CONV, RECURRENT = "conv", "recurrent"
@@ -67,18 +68,21 @@ class PlainPast(Past):
 
 
 class StatefulPast(Past):
-    """A past with states of fixed size.
+    """A past with states.
 
     Args:
         length: Tokens before the new ones.
         old: The states of these.
         new: Gets those of the new tokens.
+        own: Makes the cache layers of a family's own kind.
     """
 
-    def __init__(self, length: int, old: States, new: States) -> None:
+    def __init__(self, length: int, old: States, new: States, own: OwnLayers) -> None:
         super().__init__(length)
         self._old = old
         self._new = new
+        self._own = own
+        self.layers = LayersView(self._own_state)  # type: ignore[assignment]  # for a list
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Returns whether a block has states; without one, whether there are tokens before the new ones."""
@@ -119,15 +123,21 @@ class StatefulPast(Past):
         """Takes a recurrence's new state, and returns it."""
         key = (layer_idx, RECURRENT, state_idx)
         before = self._get(key)
-        self._new[key] = recurrent_states if before is None else recurrent_states.to(before.dtype)
-        return self._new[key]
+        found = self._new[key] = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        return found
 
     def _get(self, key: tuple[int, str, int]) -> Tensor | None:
         found = self._new.get(key)
         if found is None and key in self._old:
             # Kernels for single tokens change it in place, and tell nobody; the old one has to stay.
             found = self._new[key] = self._old[key].clone()
-        return found
+        return cast("Tensor | None", found)
+
+    def _own_state(self, block: int) -> OwnState:
+        key = (block, OWN, 0)
+        if key not in self._new:
+            self._new[key] = self._old[key].clone() if key in self._old else self._own.empty(block)
+        return cast("OwnState", self._new[key])
 
 
 class SessionPast(StatefulPast):
@@ -136,8 +146,8 @@ class SessionPast(StatefulPast):
     ``joined`` tells by block whether the family computes with what the cache returns before it attends to it.
     """
 
-    def __init__(self, cache: KVCache, joined: Mapping[int, bool]) -> None:
-        super().__init__(cache.length, cache.states, cache.new_states)
+    def __init__(self, cache: KVCache, joined: Mapping[int, bool], own: OwnLayers) -> None:
+        super().__init__(cache.length, cache.states, cache.new_states, own)
         self._cache = cache
         self._slots = cache.slots
         self._joined = joined
@@ -192,9 +202,9 @@ class _Noted:
 class ProbePast(StatefulPast):
     """Notes what each block caches, for one row."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: OwnLayers) -> None:
         self._states: States = {}
-        super().__init__(0, {}, self._states)
+        super().__init__(0, {}, self._states, own)
         self._noted: dict[int, _Noted] = {}
 
     def update(
@@ -224,10 +234,19 @@ class ProbePast(StatefulPast):
             )
         return number
 
+    @property
+    def has_own(self) -> bool:
+        """Whether a block has a cache layer of its family's own kind."""
+        return any(kind == OWN for _, kind, _ in self._states)
+
+    def state_bytes(self, block: int) -> int:
+        """Returns the bytes of a block's states."""
+        return sum(state.nbytes for (of, _, _), state in self._states.items() if of == block)
+
     def layout(self, block: int, dtype: torch.dtype, slots: int = 1) -> BlockKV:
         """Returns what a block caches; nothing, if it has no attention and no states."""
         noted = self._noted.get(slots * block, _Noted())
-        row_bytes = sum(state.nbytes for (of, _, _), state in self._states.items() if of == block)
+        row_bytes = self.state_bytes(block)
         layout = BlockKV(0, 0, 0, 0, dtype, row_bytes=row_bytes, slots=slots)
         if noted.keys is not None and noted.values is not None:
             keys, values = noted.keys.shape, noted.values.shape

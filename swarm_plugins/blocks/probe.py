@@ -23,6 +23,9 @@ from swarm_plugins.errors import UnsupportedError, one_line
 log = logging.getLogger(__name__)
 
 _SEED = 0x5EED
+_SOME_TOKENS = 24
+_LONGEST = 512
+"""Tokens, and one less, of which states of a family's own kind are measured."""
 
 
 class Traits(NamedTuple):
@@ -52,16 +55,39 @@ def probe(cut: CutModel) -> Traits:
         hidden = torch.randn(1, 3, cut.hidden_size, generator=generator).to(cut.device, cut.dtype)
         cut.num_returned = _num_returned_by_any(cut, hidden)
         _check_inputs(cut, hidden)
-        past = ProbePast()
-        _run(cut, hidden, past)
-        slots = past.slots(cut.blocks)
-        layouts = {block: past.layout(block, cut.dtype, slots) for block in cut.blocks}
+        layouts = _layouts(cut, hidden)
         return Traits(
             layouts,
             is_packable=_is_packable(cut, hidden, layouts),
             takes_several=_takes_several(cut, hidden, layouts),
             never_called=_never_called(cut, hidden, layouts),
         )
+
+
+def _layouts(cut: CutModel, hidden: Tensor) -> dict[int, BlockKV]:
+    """Returns what each block caches."""
+    past = _probed(cut, hidden)
+    slots = past.slots(cut.blocks)
+    layouts = {block: past.layout(block, cut.dtype, slots) for block in cut.blocks}
+    if not past.has_own:
+        return layouts
+    # How such states grow is known to their family alone. Tokens that are compressed when there are as many as a power
+    # of two take most just before.
+    longest = min(_LONGEST, getattr(cut.config, "max_position_embeddings", None) or _LONGEST) - 1
+    lengths = (longest // 2, longest)
+    pasts = [_probed(cut, hidden[:, :1].expand(-1, length, -1)) for length in lengths]
+    for block, layout in layouts.items():
+        short, long = (one.state_bytes(block) for one in pasts)
+        grown = max(0, -(-(long - short) // (lengths[1] - lengths[0])))
+        fixed = max(0, short - grown * lengths[0], long - grown * lengths[1])
+        layouts[block] = layout._replace(row_bytes=fixed, grown_bytes=grown)
+    return layouts
+
+
+def _probed(cut: CutModel, hidden: Tensor) -> ProbePast:
+    past = ProbePast(cut.own_layers)
+    _run(cut, hidden, past)
+    return past
 
 
 def _run(cut: CutModel, hidden: Tensor, past: Past | None = None) -> Tensor:
@@ -93,7 +119,7 @@ def _width(cut: CutModel) -> int:
     shape: Sequence[int] = ()
     call = Call(blocks=cut.blocks, table=[_First(layer, 0) for layer in cut.layers], attention=cut.attention)
     try:
-        cut.run_model(call, (1, 3))
+        cut.run_model(call, torch.zeros(1, 3, dtype=torch.long, device=cut.device))
     except _Reached as reached:
         shape = reached.shape
     if tuple(shape[:2]) != (1, 3) or len(shape) < 3:
@@ -188,12 +214,11 @@ def _check_inputs(cut: CutModel, hidden: Tensor) -> None:
             f"blocks of {name} take more than hidden states: what it computes from its embeddings goes into several of "
             "them; use a model of another family"
         )
-    cut.token = 1
-    try:
-        other = _run(cut, hidden)
-    finally:
-        del cut.token
-    if not torch.equal(output, other):
+    call = Call(blocks=cut.blocks, table=cut.table(cut.blocks), attention=cut.attention)
+    # Many of them: some tokens may have the same experts.
+    some = torch.linspace(0, cut.config.vocab_size - 1, _SOME_TOKENS, device=cut.device).long()
+    others = hidden[:, :1].expand(-1, _SOME_TOKENS, -1)
+    if not torch.equal(cut.run(call, others), cut.run(call, others, ids=some[None])):
         raise UnsupportedError(f"blocks of {name} depend on the ids of tokens: use a model of another family")
 
 

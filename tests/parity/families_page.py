@@ -60,7 +60,7 @@ on a swarm: a tiny random model of each, on two servers, gives the tokens, logit
 others are refused when they are loaded, with the reason. A type that a later release brings is tried in the same way
 before it gets a line here.
 
-A session keeps *keys and values* of each token, *states* of a fixed size (of recurrences and convolutions), or an
+A session keeps *keys and values* of each token, *states* (of recurrences and convolutions, or compressed tokens), or an
 *indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward; the others take
 turns. Blocks that use keys and values of others, or tokens that an indexer of others has chosen, run on one server with
 them.
@@ -92,7 +92,7 @@ def _kept(layouts: Iterable[BlockKV]) -> str:
     kinds = {
         "keys and values": any(one.key_heads for one in layouts),
         "an indexer's keys": any(one.index_width for one in layouts),
-        "states": any(one.row_bytes for one in layouts),
+        "states": any(one.row_bytes or one.grown_bytes for one in layouts),
     }
     return ", ".join(kind for kind, is_kept in kinds.items() if is_kept)
 

@@ -71,9 +71,10 @@ DECODERS = {
         gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
         hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text internlm3 iquestcoder jais2 jamba
         jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba2 mellum
-        mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat
-        nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text
-        qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma xglm youtu
+        mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+        modernbert-decoder mpt nanochat nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe qwen2
+        qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma
+        xglm youtu
     """),
     # Language models in checkpoints with towers for images or sound.
     *_names("""
@@ -92,10 +93,10 @@ WORKS = {*DECODERS, *ENCODERS}
 REFUSED = _reasons({
     "do not run apart from each other": "reformer",
     "gives its layers hidden states of shape": "cpmant gemma3n_text xlnet",
-    "depend on the ids of tokens": "qwen4_exp qwen4_exp_text",
+    "depend on the ids of tokens": "deepseek_v4 qwen4_exp qwen4_exp_text",
     "take more than hidden states": "gemma4 gemma4_text",
     "hands on more than hidden states": "zaya",
-    "do not run with the caches of a server": "deepseek_v4 minimax minimax_m3_vl_text rwkv xlstm",
+    "do not run with the caches of a server": "minimax rwkv xlstm",
     "cannot be served": "moshi recurrent_gemma",
     "lacks .*: fetch it again": "gemma3n inkling2_text",
     "tensors that do not fit its config": "zamba zamba2",

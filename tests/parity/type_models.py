@@ -288,7 +288,12 @@ def tiny_type_model(model_type: str, *, seed: int = 0) -> PreTrainedModel:
             model = language._from_config(config.get_text_config(), dtype=torch.float32)
         else:
             model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
-    _randomize(model, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    _randomize(model, generator)
+    for name, table in model.named_buffers():
+        if name.endswith(".tid2eid"):  # the experts of each token
+            experts = torch.rand(len(table), config.num_local_experts, generator=generator).argsort(dim=1)
+            table.copy_(experts[:, : table.shape[1]])
     return model.eval()
 
 

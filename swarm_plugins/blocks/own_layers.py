@@ -1,0 +1,81 @@
+"""What a family's own class of cache layers keeps besides keys and values, such as compressed tokens.
+
+Attention gets at it by ``past_key_values.layers[index]``. Keys and values are not kept there, but by the session's
+cache like those of others. Such layers never change a tensor in place: a copy of their attributes copies their state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+
+OWN = "own"
+"""Kind of such states."""
+
+
+class OwnState:
+    """The state of one cache layer, with what a session's cache asks of any state."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in _tensors(vars(self.layer)))
+
+    def clone(self) -> OwnState:
+        """Returns one that changes apart from this one."""
+        layer = copy.copy(self.layer)
+        vars(layer).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+        return OwnState(layer)
+
+    def index_select(self, dim: int, index: Tensor) -> OwnState:
+        """Returns the state of other rows."""
+        twin = self.clone()
+        with torch.inference_mode():
+            twin.layer.reorder_cache(index)
+        return twin
+
+
+def _tensors(attributes: dict[str, Any]) -> Iterator[Tensor]:
+    for value in attributes.values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value)
+
+
+class OwnLayers:
+    """Makes the empty cache layers of a model."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._empty: Sequence[Any] | None = None
+
+    def empty(self, block: int) -> OwnState:
+        """Returns the state of a layer before the first token."""
+        if self._empty is None:
+            self._empty = DynamicCache(config=self._config).layers
+        return OwnState(self._empty[block]).clone()
+
+
+class LayersView:
+    """The ``layers`` of a past: finds each by its index, and shows none to whoever counts them."""
+
+    def __init__(self, state_of: Callable[[int], OwnState]) -> None:
+        self._state_of = state_of
+
+    def __getitem__(self, index: int) -> Any:
+        return self._state_of(index).layer
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
