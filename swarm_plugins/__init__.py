@@ -2,6 +2,7 @@
 
 ```text
 AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on servers of a swarm
+AutoSwarmModelForImageTextToText ...   the same for models that read images as well
 Speculation                     several tokens a trip: generate(custom_generate=Speculation(draft))
 SwarmConfig                     deadlines, retries and codec of a client
 PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, known to HF's auto classes
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from swarm_plugins.backbone import (
         AutoSwarmModel,
         AutoSwarmModelForCausalLM,
+        AutoSwarmModelForImageTextToText,
         AutoSwarmModelForSequenceClassification,
     )
     from swarm_plugins.callbacks.distill_lightning import StagedDistillation
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoSwarmModel",
     "AutoSwarmModelForCausalLM",
+    "AutoSwarmModelForImageTextToText",
     "AutoSwarmModelForSequenceClassification",
     "ExpertParallelStrategy",
     "FabricExpertParallelStrategy",
@@ -106,6 +109,7 @@ _NAMES = LazyNames(
     {
         "AutoSwarmModel": "swarm_plugins.backbone",
         "AutoSwarmModelForCausalLM": "swarm_plugins.backbone",
+        "AutoSwarmModelForImageTextToText": "swarm_plugins.backbone",
         "AutoSwarmModelForSequenceClassification": "swarm_plugins.backbone",
         "ExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",
         "FabricExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",

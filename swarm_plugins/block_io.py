@@ -5,6 +5,7 @@ Shapes: ``B`` batch, ``S`` new tokens, ``P`` prefix or cached tokens, ``D`` hidd
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.layer_masks import LayerMasks
 
 Inputs = TypeVar("Inputs", bound="SpanInputs")
 Outputs = TypeVar("Outputs", bound="SpanOutputs")
@@ -126,9 +128,11 @@ class SpanInputs:
     hidden: Tensor
     """``[B, S, D]``; streams of hidden states next to each other, see `flat`."""
     position_ids: Tensor | None = None
-    """``[B or 1, S]``. None: consecutive ones after what is cached."""
+    """``[B or 1, S]``, or of several planes, ``[3 or 4, B or 1, S]``. None: consecutive ones after what is cached."""
     attention_mask: Tensor | None = None
     """``[B, P + S]``, bool: True for real tokens. None: no padding."""
+    layer_masks: LayerMasks | None = None
+    """What new tokens see, if some see later ones. None: as the model has it."""
     adapters: AdapterUse = field(default_factory=AdapterUse)
     prefix: tuple[Tensor, ...] = ()
     """K then V for each block, ``[B, kv heads, P, head width]``."""
@@ -143,6 +147,11 @@ class SpanInputs:
     def num_tokens(self) -> int:
         """Rows times new tokens."""
         return self.hidden.shape[0] * self.hidden.shape[1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each token has one position, and sees those before it: such sessions can share a forward."""
+        return self.layer_masks is None and (self.position_ids is None or self.position_ids.ndim == 2)
 
     @property
     def collects_inner(self) -> bool:
@@ -163,44 +172,79 @@ class SpanInputs:
 
     def map(self: Inputs, change: Change) -> Inputs:
         """Returns the inputs with every tensor changed, except the adapters'."""
-        positions, mask = self.position_ids, self.attention_mask
+        positions, mask, masks = self.position_ids, self.attention_mask, self.layer_masks
         return replace(
             self,
             hidden=change(self.hidden),
             position_ids=None if positions is None else change(positions),
             attention_mask=None if mask is None else change(mask),
+            layer_masks=None if masks is None else msgspec.structs.replace(masks, bits=change(masks.bits)),
             prefix=tuple(change(tensor) for tensor in self.prefix),
         )
 
     def take_rows(self: Inputs, rows: slice | Tensor) -> Inputs:
         """Returns some rows of the batch."""
-        positions, mask = self.position_ids, self.attention_mask
+        positions, mask, masks = self.position_ids, self.attention_mask, self.layer_masks
         return replace(
             self,
             hidden=self.hidden[rows],
-            position_ids=positions if positions is None or positions.shape[0] == 1 else positions[rows],
+            position_ids=positions if positions is None or positions.shape[-2] == 1 else positions[..., rows, :],
             attention_mask=None if mask is None else mask[rows],
+            layer_masks=None if masks is None else masks.take_rows(rows),
             adapters=self.adapters.take_rows(rows),
             prefix=tuple(tensor[rows] for tensor in self.prefix),
         )
 
     def take_tokens(self: Inputs, start: int, end: int) -> Inputs:
-        """Returns some of the new tokens; the mask ends with them, as later ones are not cached yet."""
-        mask, use = self.attention_mask, self.adapters
+        """Returns some of the new tokens; the mask ends with them, as later ones are not cached yet.
+
+        Raises:
+            UnsupportedError: If tokens on both sides of a border see each other.
+        """
+        mask, masks, use = self.attention_mask, self.layer_masks, self.adapters
         end = min(end, self.hidden.shape[1])
         return replace(
             self,
             hidden=self.hidden[:, start:end],
-            position_ids=None if self.position_ids is None else self.position_ids[:, start:end],
+            position_ids=None if self.position_ids is None else self.position_ids[..., start:end],
             adapters=use if use.dropout_seed is None else replace(use, first_token=use.first_token + start),
             # [B, P + S] -> [B, P + end]
             attention_mask=None if mask is None else mask[:, : mask.shape[1] - self.hidden.shape[1] + end],
+            layer_masks=None if masks is None else masks.take_tokens(start, end),
         )
+
+    def pieces(self: Inputs, size: int) -> list[Inputs]:
+        """Cuts the new tokens into parts of at most ``size``; more where tokens that see each other are more."""
+        num_new = self.hidden.shape[1]
+        cuts = list(range(1, num_new + 1)) if self.layer_masks is None else self.layer_masks.cuts()
+        found, start = [], 0
+        while start < num_new:
+            # The last cut that fits, or the first one after `start`.
+            end = cuts[max(bisect_right(cuts, start + size) - 1, bisect_right(cuts, start))]
+            found.append(self.take_tokens(start, end))
+            start = end
+        return found
 
     def take_blocks(self: Inputs, blocks: range, hidden: Tensor) -> Inputs:
         """Returns the inputs of some of the blocks, with ``hidden`` as their hidden states."""
         first, end = (2 * (block - self.blocks.start) for block in (blocks.start, blocks.stop))
         return replace(self, blocks=blocks, hidden=hidden, prefix=self.prefix[first:end])
+
+
+def sequence_positions(position_ids: Tensor | None) -> Tensor | None:
+    """Returns the positions that tell where sequences begin, ``[B or 1, S]``; None if there are none.
+
+    Of several planes, transformers takes the first of four; three are places in images and videos only.
+    """
+    if position_ids is None or position_ids.ndim == 2:
+        return position_ids
+    return position_ids[0] if position_ids.shape[0] == 4 else None
+
+
+def have_jumps(position_ids: Tensor | None) -> bool:
+    """Returns whether positions do not follow one another within a row."""
+    positions = sequence_positions(position_ids)
+    return positions is not None and bool((positions[:, 1:] - positions[:, :-1] != 1).any())
 
 
 class SpanOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from swarm_plugins.backbone.auto import (
     AutoSwarmModel,
     AutoSwarmModelForCausalLM,
+    AutoSwarmModelForImageTextToText,
     AutoSwarmModelForSequenceClassification,
 )
 from swarm_plugins.backbone.context import SwarmSettings, active_swarm
@@ -18,6 +19,7 @@ from swarm_plugins.backbone.version import base_blocks, base_version
 __all__ = [
     "AutoSwarmModel",
     "AutoSwarmModelForCausalLM",
+    "AutoSwarmModelForImageTextToText",
     "AutoSwarmModelForSequenceClassification",
     "ServedBlocks",
     "SwarmSettings",

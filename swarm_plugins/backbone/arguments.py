@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm_plugins.backbone.attention import PADDING
+from swarm_plugins.backbone.attention import PADDING, SEEN, Seen
+from swarm_plugins.block_io import have_jumps
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.layer_masks import LayerMasks, packed
 
 _KNOWN = frozenset({
     "input_ids",
@@ -24,7 +26,9 @@ _KNOWN = frozenset({
     "position_ids",
     "cache_position",
     "logits_to_keep",
-    # Meant for the loss; models pass all keyword arguments to their decoders, which ignore these.
+    # Meant for towers, or for the loss; models pass all keyword arguments to their decoders, which ignore these.
+    "image_sizes",
+    "labels",
     "num_items_in_batch",
     "shift_labels",
 })  # fmt: skip
@@ -35,9 +39,11 @@ class Arguments(NamedTuple):
     """What a server needs."""
 
     position_ids: Tensor | None
-    """``[B or 1, S]``."""
+    """``[B or 1, S]`` or ``[3 or 4, B or 1, S]``."""
     attention_mask: Tensor | None
     """``[B, cached + S]``, bool. None: no padding."""
+    layer_masks: LayerMasks | None
+    """What new tokens see, if some see later ones."""
 
 
 def by_name(module_class: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,8 +67,35 @@ def read_arguments(hidden: Tensor, decoder: Mapping[str, Any], cache: Cache | No
         )
     positions: Tensor | None = decoder.get("position_ids")
     positions = positions.cpu() if positions is not None else None
-    mask = _padding(decoder.get("attention_mask"), hidden, positions, cache)
-    return Arguments(position_ids=positions, attention_mask=mask)
+    if positions is not None and positions.ndim == 3 and bool((positions == positions[:1]).all()):
+        positions = positions[0]  # no images: decoders make the planes of one themselves
+    mask = decoder.get("attention_mask")
+    padding = _padding(mask, hidden, positions, cache)
+    return Arguments(position_ids=positions, attention_mask=padding, layer_masks=_layer_masks(mask))
+
+
+def _layer_masks(mask: Any) -> LayerMasks | None:
+    """Returns what new tokens see, if some of them see later ones: then servers cannot know."""
+    masks = mask if isinstance(mask, Mapping) else {"": mask}
+    known: dict[str, Seen | None] = {kind: getattr(one, SEEN, None) for kind, one in masks.items()}
+    if not any(one is not None and one.is_changed for one in known.values()):
+        return None
+    seen = {kind: one.make().cpu() for kind, one in known.items() if one is not None}
+    if not any(map(_sees_ahead, seen.values())):
+        return None
+    unknown = sorted(known.keys() - seen.keys())
+    if unknown:
+        raise UnsupportedError(
+            f"tokens of an image see each other, which remote blocks of kind {', '.join(unknown)} cannot be told; use "
+            "a model of another family for images"
+        )
+    return packed(list(seen), list(seen.values()))
+
+
+def _sees_ahead(seen: Tensor) -> bool:
+    """Returns whether a token sees one after it, given ``[B, S, L]``."""
+    num_new, length = seen.shape[1:]
+    return bool(seen.triu(length - num_new + 1).any())
 
 
 def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor | None:
@@ -74,7 +107,7 @@ def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache |
         # Without mask and cache, transformers takes positions that start again for packed sequences. Servers see
         # neither an empty cache nor an all-true mask, so they get an explicit mask.
         is_empty = cache is not None and _length(cache) == 0
-        return torch.ones(hidden.shape[:2], dtype=torch.bool) if is_empty and _restart(positions) else None
+        return torch.ones(hidden.shape[:2], dtype=torch.bool) if is_empty and have_jumps(positions) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedError(
@@ -82,15 +115,10 @@ def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache |
             "attention_mask"
         )
     mask = mask.bool().cpu()
-    return None if bool(mask.all()) and not _restart(positions) else mask
+    return None if bool(mask.all()) and not have_jumps(positions) else mask
 
 
 def _length(cache: Cache) -> int:
     """Returns the tokens of a cache; transformers refuses to tell where no layer has attention."""
     counting = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
     return int(next((layer.get_seq_length() for layer in counting), 0))
-
-
-def _restart(positions: Tensor | None) -> bool:
-    """Returns whether positions start again within a row."""
-    return positions is not None and bool((positions[..., 1:] - positions[..., :-1] != 1).any())

@@ -6,13 +6,15 @@ A model without remote blocks must not get it: trl, for one, loads a reference m
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from swarm_plugins.errors import UnsupportedError
 
@@ -20,20 +22,39 @@ ATTENTION_NAME = "swarm"
 """Of the implementation, in transformers' registries."""
 PADDING = "swarm_padding"
 """Attribute of a mask: the padding mask that it was made of. ``generate()`` makes masks before it calls the decoder."""
+SEEN = "swarm_seen"
+"""Attribute of a mask of a model with images: a `Seen`."""
+_WITH_IMAGES = "_images"
+_NAMES = re.compile(f"{ATTENTION_NAME}(_local_.*)?({_WITH_IMAGES})?")
+_ROWS = 512
+"""Rows of a mask that are looked at together."""
 
 
-def register_attention(local: str | None = None) -> str:
+class Seen(NamedTuple):
+    """What a mask says about the order of tokens, apart from padding."""
+
+    is_changed: bool
+    """Whether the model has changed what follows from the order: tokens may then see later ones."""
+    make: Callable[[], Tensor]
+    """Returns which tokens each new one sees, ``[B, S, L]``, whatever a local cache has forgotten."""
+
+
+def register_attention(local: str | None = None, *, has_images: bool = False) -> str:
     """Registers an attention implementation with transformers for a model with remote blocks; returns its name.
 
     The attention function itself never runs on a decoder layer.
 
     Args:
         local: The implementation that the model's local blocks run, whose masks are made. None: all blocks are remote.
+        has_images: Whether the model may let tokens see later ones.
     """
     _refuse_whole_models()
     name = ATTENTION_NAME if local is None else f"{ATTENTION_NAME}_local_{local}"
+    make: Callable[..., Any] = _no_mask if local is None else functools.partial(_local_mask, local)
+    if has_images:
+        name, make = f"{name}{_WITH_IMAGES}", functools.partial(_seen_mask, make)
     AttentionInterface.register(name, _attend)
-    AttentionMaskInterface.register(name, _no_mask if local is None else functools.partial(_local_mask, local))
+    AttentionMaskInterface.register(name, make)
     return name
 
 
@@ -57,7 +78,7 @@ def _refuse_whole_models() -> None:
     @functools.wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], name: Any = None, *args: Any, **kwargs: Any) -> Any:
         attention = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
-        if isinstance(attention, str) and attention.split("_local_")[0] == ATTENTION_NAME:
+        if isinstance(attention, str) and _NAMES.fullmatch(attention):
             raise UnsupportedError(_whole_model(str(name)))
         return original(cls, name, *args, **kwargs)
 
@@ -99,3 +120,49 @@ def _local_mask(local: str, *, attention_mask: Tensor | None = None, **kwargs: A
     if isinstance(mask, Tensor):
         setattr(mask, PADDING, attention_mask)
     return mask
+
+
+def _seen_mask(
+    make: Callable[..., Any],
+    *,
+    mask_function: Callable[..., Any],
+    q_length: int,
+    q_offset: int,
+    allow_is_causal_skip: bool,
+    **kwargs: Any,
+) -> Any:
+    """Returns a mask that also knows what tokens see."""
+    sizes = {"q_length": q_length, "q_offset": q_offset}
+    mask = make(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **sizes, **kwargs)
+    if isinstance(mask, Tensor):
+        seen = functools.partial(_seen, mask_function, q_length=q_length, q_offset=int(q_offset), **kwargs)
+        # Causal masks and windows may be skipped; what a model changes about them may not.
+        setattr(mask, SEEN, Seen(not allow_is_causal_skip, seen))
+    return mask
+
+
+def _seen(
+    mask_function: Callable[..., Any],
+    *,
+    batch_size: int,
+    q_length: int,
+    q_offset: int,
+    use_vmap: bool = False,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    make: Callable[..., Any] = sdpa_mask
+    parts = [
+        make(
+            batch_size,
+            min(_ROWS, q_length - start),
+            q_offset + q_length,
+            q_offset=q_offset + start,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        for start in range(0, q_length, _ROWS)
+    ]
+    return torch.cat([part[:, 0] for part in parts], dim=1)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     PreTrainedConfig,
@@ -31,7 +32,7 @@ from swarm_plugins.offload.store.manifest import QUANT_METHOD
 
 
 class _AutoSwarm:
-    """Shared by the three classes."""
+    """Shared by the four classes."""
 
     _mapping: ClassVar[Mapping[Any, Any]]
     _what: ClassVar[str]
@@ -174,6 +175,13 @@ class AutoSwarmModelForCausalLM(_AutoSwarm):
 
     _mapping = MODEL_FOR_CAUSAL_LM_MAPPING
     _what = "causal language model"
+
+
+class AutoSwarmModelForImageTextToText(_AutoSwarm):
+    """A model that reads images and text, with the blocks of its language model remote; its tower is local."""
+
+    _mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    _what = "model for images and text"
 
 
 class AutoSwarmModelForSequenceClassification(_AutoSwarm):

@@ -75,7 +75,8 @@ def load_remote(
     attention = _keep_attention(model, find_layers(model), stack.blocks) if local else None
     decoder = decoder_of(model, path)
     # Not by the model's method, which refuses families without an interface for attention: theirs is never called.
-    decoder.config._attn_implementation = register_attention(attention)
+    has_images = decoder is not model.base_model
+    decoder.config._attn_implementation = register_attention(attention, has_images=has_images)
     stack.watch(decoder)
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     probe_layer_loop(model.base_model, stack, device)

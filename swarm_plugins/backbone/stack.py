@@ -196,6 +196,7 @@ class RemoteStack:
             hidden=hidden.cpu(),
             position_ids=arguments.position_ids,
             attention_mask=arguments.attention_mask,
+            layer_masks=arguments.layer_masks,
             adapters=use,
             collect_hidden=wants_hidden and len(blocks) > 1,
             hidden_of=_blocks_of(collector) if cache is not None else None,

@@ -19,6 +19,7 @@ from swarm_plugins.blocks.attending import SDPA
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
+from swarm_plugins.blocks.masks import masks_of
 from swarm_plugins.blocks.own_layers import OwnLayers
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
@@ -119,7 +120,8 @@ class CutModel:
         call = self._call(inputs.blocks, [_Use(inputs.adapters, batch_size, num_new, before)], [inputs])
         if on_boundary is not None:
             call.table = self._watched_table(inputs.blocks, call.between, on_boundary)
-        return call.outputs(self.run(call, inputs.hidden, inputs.attention_mask, inputs.position_ids, past))
+        mask = masks_of(inputs, inputs.attention_mask, before, attention=self.attention, config=self.config)
+        return call.outputs(self.run(call, inputs.hidden, mask, inputs.position_ids, past))
 
     def step(self, step: StepInputs, on_boundary: Callable[[], None] | None = None) -> SpanOutputs:
         """Runs the new tokens of one session and writes to its cache, which has room for them."""
@@ -129,9 +131,10 @@ class CutModel:
             call.table = self._watched_table(step.blocks, call.between, on_boundary)
         past = SessionPast(step.cache, self._joined, self.own_layers)
         padding = padding_of(step)
-        if self._is_direct and padding is None and step.hidden.shape[1] == 1:
+        if self._is_direct and padding is None and step.hidden.shape[1] == 1 and step.is_plain:
             return call.outputs(self._run_single(call, step.blocks, step.hidden, step.position_ids, past))
-        return call.outputs(self.run(call, step.hidden, padding, step.position_ids, past))
+        mask = masks_of(step, padding, step.cache.length, attention=self.attention, config=self.config)
+        return call.outputs(self.run(call, step.hidden, mask, step.position_ids, past))
 
     def step_packed(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
         """Runs the new tokens of several sessions in one forward and writes to their caches."""
@@ -156,7 +159,7 @@ class CutModel:
         self,
         call: Call,
         hidden: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | dict[str, Any] | None = None,
         positions: Tensor | None = None,
         past: Past | None = None,
         ids: Tensor | None = None,
@@ -176,7 +179,7 @@ class CutModel:
         self,
         call: Call,
         ids: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | dict[str, Any] | None = None,
         positions: Tensor | None = None,
         past: Past | None = None,
     ) -> None:

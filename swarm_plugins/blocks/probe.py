@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import RETURN_FORMS, as_returned
+from swarm_plugins.block_io import RETURN_FORMS, SpanInputs, as_returned
 from swarm_plugins.blocks.called import never_called
 from swarm_plugins.blocks.calls import Call, SkippedBlock, Watched
 from swarm_plugins.blocks.cut_model import CutModel
@@ -19,6 +19,7 @@ from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
 from swarm_plugins.blocks.past import Past, ProbePast
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError, one_line
+from swarm_plugins.layer_masks import MAX_KINDS, packed
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,10 @@ class Traits(NamedTuple):
     """Whether several tokens may follow cached ones at once."""
     never_called: frozenset[tuple[int, str]]
     """Block and path of modules whose weight is read by others."""
+    mask_kinds: tuple[str, ...] = ()
+    """Kinds of layers that take masks which are made for them; one empty name if all take the same. Empty: none do."""
+    position_planes: tuple[int, ...] = ()
+    """How many planes positions may have, besides one alone."""
 
 
 def probe(cut: CutModel) -> Traits:
@@ -61,6 +66,8 @@ def probe(cut: CutModel) -> Traits:
             is_packable=_is_packable(cut, hidden, layouts),
             takes_several=_takes_several(cut, hidden, layouts),
             never_called=_never_called(cut, hidden, layouts),
+            mask_kinds=_mask_kinds(cut, hidden),
+            position_planes=_position_planes(cut, hidden),
         )
 
 
@@ -258,6 +265,38 @@ def _takes_several(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]
 
     # Where a family is right, they differ by rounding; where not, running one by one costs time only.
     return _distance(added(1, 1, 1), added(1, 2)) < (1e-3 if cut.dtype == torch.float32 else 0.05)
+
+
+def _mask_kinds(cut: CutModel, hidden: Tensor) -> tuple[str, ...]:
+    """Returns by which names the model takes masks, as models that read images make them."""
+    length = hidden.shape[1]
+    seen = torch.ones(1, length, length, dtype=torch.bool, device=cut.device)
+    for kinds in (tuple(sorted(set(getattr(cut.config, "layer_types", None) or ()))), ("",)):
+        masks = packed(kinds, [seen] * len(kinds)) if 0 < len(kinds) <= MAX_KINDS else None
+        if masks is not None and _runs(cut, SpanInputs(blocks=cut.blocks, hidden=hidden, layer_masks=masks)):
+            return kinds
+    return ()
+
+
+_PLANES = (3, 4)
+
+
+def _position_planes(cut: CutModel, hidden: Tensor) -> tuple[int, ...]:
+    """Returns how many planes of positions the model takes, as for places in images."""
+    positions = torch.arange(hidden.shape[1], device=cut.device)[None]
+    output = _run(cut, hidden)
+    planes = {num: positions.expand(num, -1, -1) for num in _PLANES}
+    inputs = {num: SpanInputs(blocks=cut.blocks, hidden=hidden, position_ids=one) for num, one in planes.items()}
+    return tuple(num for num, one in inputs.items() if _runs(cut, one, output))
+
+
+def _runs(cut: CutModel, inputs: SpanInputs, expected: Tensor | None = None) -> bool:
+    """Returns whether a model runs on inputs, and gives what is expected."""
+    try:
+        output = cut.forward(inputs).hidden
+    except _FAULTS:
+        return False
+    return expected is None or torch.equal(output, expected)
 
 
 def _never_called(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> frozenset[tuple[int, str]]:

@@ -37,6 +37,10 @@ class SpanSpec:
     """Whether rows may be run in parts: no part changes how the others are encoded."""
     makes_masks: bool = False
     """Whether attention gets a mask also where nothing is padded, as sliding windows need."""
+    mask_kinds: tuple[str, ...] = ()
+    """Kinds of layers whose masks a request may bring, all of them at once; one empty name if all have the same."""
+    position_planes: tuple[int, ...] = ()
+    """How many planes positions may have, besides one alone."""
 
     @property
     def kv_token_bytes(self) -> int:

@@ -43,6 +43,8 @@ class Span:
             kv_layouts=layouts,
             has_fixed_positions=has_fixed_positions(cut.config) and all(one.is_plain for one in layouts.values()),
             makes_masks=getattr(cut.config, "sliding_window", None) is not None,
+            mask_kinds=traits.mask_kinds,
+            position_planes=traits.position_planes,
         )
         self.model = cut.model
         self.pool = pool
@@ -110,7 +112,7 @@ class Span:
             step.cache.reserve(step.hidden.shape[1])
         # Caches count new tokens only when everything has run, so an exception leaves all as they were.
         with torch.inference_mode():
-            if len(steps) > 1 and self.is_packable:
+            if len(steps) > 1 and self.is_packable and all(step.is_plain for step in steps):
                 outputs = self._cut.step_packed(steps)
             else:
                 outputs = [self._step(step) for step in steps]

@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from swarm_plugins.checkpoint.loading import CONSTRUCTION, class_for_task, config_for
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
@@ -38,13 +43,14 @@ def build_outline(
 
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the causal language model of a config on the meta device, in evaluation mode.
+    """Returns the language model of a config on the meta device, in evaluation mode: a causal one, or one with images.
 
     Raises:
         CheckpointError: If the config is wrong.
         UnsupportedError: If transformers has no causal language model for it.
     """
-    model_class = class_for_task(config, "causal language model", MODEL_FOR_CAUSAL_LM_MAPPING)
+    tasks = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model_class = class_for_task(config, "causal language model", *tasks)
     name = config.name_or_path or "this config"
     model = build_outline(model_class, config_for(model_class, config), dtype, name)
     model.eval()

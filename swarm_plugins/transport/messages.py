@@ -15,6 +15,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
+from swarm_plugins.layer_masks import LayerMasks
 from swarm_plugins.transport.run_messages import BlobPart, BlobRequest, RunStatus
 from swarm_plugins.transport.server_info import BaseMessage, InfoRequest, ServerInfo
 
@@ -96,9 +97,12 @@ class _BlockRequest(BaseMessage, kw_only=True):
     hidden: Tensor
     """``[B, S, D]``."""
     position_ids: Tensor | None = None
-    """``[B or 1, S]``, int64. None: consecutive positions after the cached tokens or the prefix."""
+    """``[B or 1, S]``, or of several planes, ``[3 or 4, B or 1, S]``, int64. None: consecutive positions after the
+    cached tokens or the prefix."""
     attention_mask: Tensor | None = None
     """``[B, L]`` (without a session: ``[B, prefix + S]``), bool: True for real tokens. None: no padding."""
+    layer_masks: LayerMasks | msgspec.UnsetType = msgspec.UNSET
+    """What new tokens see, if some see later ones; left out otherwise."""
     adapters: tuple[str, ...] = ()
     """Digests of the adapters in use."""
     adapter_rows: tuple[int, ...] | None = None

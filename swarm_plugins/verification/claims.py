@@ -124,6 +124,7 @@ class Claim:
             hidden=request.hidden.to(dtype),
             position_ids=request.position_ids,
             attention_mask=request.attention_mask,
+            layer_masks=request.layer_masks or None,
             adapters=AdapterUse(adapters=self.adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
             prefix=tuple(tensor.to(dtype) for tensor in request.prefix),
         )

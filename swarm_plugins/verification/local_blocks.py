@@ -166,6 +166,7 @@ class LocalBlocks:
                     hidden=hidden[number],
                     position_ids=step.position_ids,
                     attention_mask=step.attention_mask,
+                    layer_masks=step.layer_masks,
                     adapters=step.adapters,
                 )
                 hidden[number] = span.step([inputs])[0].hidden

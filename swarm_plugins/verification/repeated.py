@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import torch
 
-from swarm_plugins.block_io import AdapterUse, SpanInputs
+from swarm_plugins.block_io import AdapterUse, SpanInputs, have_jumps
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
@@ -19,6 +20,7 @@ def step_inputs(request: SessionStep, blocks: range, adapters: AdapterUse) -> Sp
         hidden=request.hidden,
         position_ids=request.position_ids,
         attention_mask=request.attention_mask,
+        layer_masks=request.layer_masks or None,
         adapters=adapters,
     )
 
@@ -47,7 +49,7 @@ def repeated_forward(history: History, step: SessionStep, version: str) -> Forwa
         raise UncheckableError("the session cannot be repeated as one forward")
     (whole,) = parts
     mask, positions = whole.attention_mask, whole.position_ids
-    if mask is None and positions is not None and bool((positions[:, 1:] - positions[:, :-1] != 1).any()):
+    if mask is None and have_jumps(positions):
         # A forward, but not a session, would take jumps for the beginnings of other sequences.
         mask = torch.ones(whole.hidden.shape[:2], dtype=torch.bool)
     return ForwardRequest(
@@ -57,6 +59,7 @@ def repeated_forward(history: History, step: SessionStep, version: str) -> Forwa
         hidden=whole.hidden,
         position_ids=positions,
         attention_mask=mask,
+        layer_masks=whole.layer_masks or msgspec.UNSET,
         adapters=step.adapters,
         adapter_rows=step.adapter_rows,
         reply_codec=step.reply_codec,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import CacheOp, SpanInputs
+from swarm_plugins.block_io import CacheOp, SpanInputs, have_jumps
 
 
 class History:
@@ -54,6 +54,7 @@ class History:
             hidden=inputs.hidden.detach(),
             position_ids=positions,
             attention_mask=inputs.attention_mask,
+            layer_masks=inputs.layer_masks,
             adapters=inputs.adapters,
         )
         self.steps.append(sent)
@@ -79,18 +80,18 @@ class History:
             self.prefix = tuple(tensor[:, :, :length] for tensor in self.prefix)
         # From the end: usually a few tokens go and thousands of steps stay.
         while self.steps and self.length > length:
-            last = self.steps.pop()
-            self.length -= last.hidden.shape[1]
-            if self.length < length:
-                self.steps.append(last.take_tokens(0, length - self.length))
-                self.length = length
+            before = self.length - self.steps[-1].hidden.shape[1]
+            # Raises first, where tokens that see each other would be cut apart.
+            kept = [self.steps[-1].take_tokens(0, length - before)] if before < length else []
+            self.steps[-1:] = kept
+            self.length = length if kept else before
         self.length = min(self.length, length)
 
     def merged(self, first: int = 0) -> list[SpanInputs]:
         """Joins steps, from the ``first`` on, wherever possible: many decode steps replay as one prefill."""
         groups: list[list[SpanInputs]] = []
         for step in self.steps[first:]:
-            if groups and groups[-1][-1].adapters.is_same(step.adapters):
+            if groups and _are_joinable(groups[-1][-1], step):
                 groups[-1].append(step)
             else:
                 groups.append([step])
@@ -102,14 +103,22 @@ class History:
         return joined
 
 
+def _are_joinable(one: SpanInputs, two: SpanInputs) -> bool:
+    """Returns whether two steps give the same as one, which has its mask made by the model."""
+    if one.layer_masks is not None or two.layer_masks is not None:
+        return False
+    planes = [step.position_ids.shape[:-2] for step in (one, two) if step.position_ids is not None]
+    return planes[:1] == planes[-1:] and one.adapters.is_same(two.adapters)
+
+
 def _joined(steps: Sequence[SpanInputs], cached: int) -> SpanInputs:
     if len(steps) == 1:
         return steps[0]
     batch = steps[0].hidden.shape[0]
     positions = [step.position_ids for step in steps if step.position_ids is not None]
-    if any(each.shape[0] > 1 for each in positions):
-        positions = [each.expand(batch, -1) for each in positions]
-    position_ids = torch.cat(positions, dim=1)
+    if any(each.shape[-2] > 1 for each in positions):
+        positions = [each.expand(*each.shape[:-2], batch, -1) for each in positions]
+    position_ids = torch.cat(positions, dim=-1)
     return replace(
         steps[-1],
         hidden=torch.cat([step.hidden for step in steps], dim=1),  # [B, sum of S, D]
@@ -121,11 +130,10 @@ def _joined(steps: Sequence[SpanInputs], cached: int) -> SpanInputs:
 def _joined_mask(steps: Sequence[SpanInputs], position_ids: Tensor, cached: int) -> Tensor | None:
     """Returns the mask of joined steps, ``[B, L]``: the last known one, then all visible."""
     known = next((step.attention_mask for step in reversed(steps) if step.attention_mask is not None), None)
-    follow_on = bool((position_ids[:, 1:] - position_ids[:, :-1] == 1).all())
-    if known is None and follow_on:
+    if known is None and not have_jumps(position_ids):
         return None
     # Without a mask, positions that jump would be taken for several sequences packed into one.
-    length = cached + position_ids.shape[1]
+    length = cached + position_ids.shape[-1]
     mask = torch.ones(steps[0].hidden.shape[0], length, dtype=torch.bool)
     if known is not None:
         mask[:, : known.shape[1]] = known

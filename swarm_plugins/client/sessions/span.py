@@ -193,12 +193,10 @@ class SpanSession:
         if tokens == 1:
             return await self.ask(StepCall(self._servers, self, inputs, self.history.length))
         self.check_room(rows, tokens)
-        size = self.tokens_at_once(inputs)
-        starts = range(0, tokens, size)
-        if len(starts) > 1:
+        parts = inputs.pieces(self.tokens_at_once(inputs))
+        if len(parts) > 1:
             await self.confirm()
             self.check_room(rows, tokens)
-        parts = [inputs.take_tokens(start, start + size) for start in starts]
         answers = [await self.ask(StepCall(self._servers, self, part, self.history.length)) for part in parts]
         check_same_routers(answers, f"server {self.peer}")
         return join_outputs(answers, dim=1)
@@ -281,6 +279,7 @@ class StepCall(Call[SessionStep, SessionStepResponse]):
             cached_tokens=self._cached,
             position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
+            layer_masks=inputs.layer_masks or msgspec.UNSET,
             ops=tuple(session.unsent_ops) if self._cached == session.history.length else (),
             adapters=self._part.digests,
             adapter_rows=inputs.adapters.rows,

@@ -78,6 +78,7 @@ class ForwardCall(Call[ForwardRequest, ForwardResponse]):
             hidden=inputs.hidden.detach(),
             position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
+            layer_masks=inputs.layer_masks or msgspec.UNSET,
             adapters=self.part.digests,
             adapter_rows=inputs.adapters.rows,
             dropout_seed=inputs.adapters.dropout_seed,

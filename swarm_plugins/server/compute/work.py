@@ -153,7 +153,9 @@ class Step(Work):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it cannot be cut: states of fixed size take padding into account in the first tokens only."""
+        """Whether it cannot be cut: tokens see later ones, or states of fixed size padding in the first tokens only."""
+        if self.inputs.layer_masks is not None:
+            return True
         return self.inputs.attention_mask is not None and self.inputs.cache.has_states
 
     @property

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs, adapter_of, start_of
+from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.borders import check_borders
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.layer_masks import LayerMasks
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.cutting import MASK_BYTES
 from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.transport.messages import ForwardRequest, SessionStep
 
@@ -109,8 +112,10 @@ def check_tensors(service: Service, request: ForwardRequest | SessionStep, block
             "once, or ask for fewer blocks at once"
         )
     batch_size, num_new = hidden.shape[:2]
-    _check_positions(request.position_ids, batch_size, num_new, before, service.spec.max_positions)
+    _check_positions(request.position_ids, batch_size, num_new, before, service.spec)
     _check_mask(request.attention_mask, batch_size, before + num_new)
+    if request.layer_masks:
+        _check_layer_masks(service, request.layer_masks, batch_size, num_new, before)
     rows, num_adapters = request.adapter_rows, len(request.adapters)
     if rows is None and num_adapters > _MAX_TOGETHER:
         raise BadRequestError(
@@ -126,7 +131,8 @@ def check_tensors(service: Service, request: ForwardRequest | SessionStep, block
         )
 
 
-def _check_positions(positions: Tensor | None, batch_size: int, num_new: int, before: int, limit: int) -> None:
+def _check_positions(positions: Tensor | None, batch_size: int, num_new: int, before: int, spec: SpanSpec) -> None:
+    limit = spec.max_positions
     if before + num_new > limit:
         raise BadRequestError(
             f"the sequence would have {before + num_new} tokens ({before} before, {num_new} new), the model has "
@@ -136,9 +142,13 @@ def _check_positions(positions: Tensor | None, batch_size: int, num_new: int, be
         return
     if positions.dtype not in (torch.int64, torch.int32):
         raise BadRequestError(f"position_ids have dtype {_name(positions.dtype)}, expected int64")
-    if positions.ndim != 2 or positions.shape[0] not in (1, batch_size) or positions.shape[1] != num_new:
+    *planes, rows, length = positions.shape if positions.ndim > 1 else (0, 0)
+    are_known = not planes or (len(planes) == 1 and planes[0] in spec.position_planes)
+    if not are_known or rows not in (1, batch_size) or length != num_new:
+        several = "".join(f", or {num} planes of these" for num in spec.position_planes)
         raise BadRequestError(
             f"position_ids have shape {list(positions.shape)}, expected [1, {num_new}] or [{batch_size}, {num_new}]"
+            f"{several}"
         )
     lowest, highest = (int(bound) for bound in torch.aminmax(positions))
     if lowest < 0 or highest >= limit:
@@ -155,6 +165,29 @@ def _check_mask(mask: Tensor | None, batch_size: int, length: int) -> None:
             f"attention_mask has shape {list(mask.shape)}, expected [{batch_size}, {length}]: "
             "one entry for each token, those before the new ones too"
         )
+
+
+def _check_layer_masks(service: Service, masks: LayerMasks, batch_size: int, num_new: int, before: int) -> None:
+    kinds, length, bits = service.spec.mask_kinds, before + num_new, masks.bits
+    if sorted(masks.kinds) != list(kinds):
+        takes = f"takes them for {_kinds(kinds)} only" if kinds else "takes none"
+        raise BadRequestError(f"layer_masks are for {_kinds(masks.kinds)}, this model {takes}")
+    expected = [len(kinds), batch_size, num_new, -(-length // 8)]
+    if bits.dtype != torch.uint8 or list(bits.shape) != expected or masks.length != length:
+        raise BadRequestError(
+            f"layer_masks are {_name(bits.dtype)} of shape {list(bits.shape)} for {masks.length} tokens, expected "
+            f"uint8 of shape {expected} for {length}"
+        )
+    num_bytes = MASK_BYTES * len(kinds) * batch_size * num_new * length
+    if num_bytes > service.run_limits.run_bytes:
+        raise BadRequestError(
+            f"layer_masks of {batch_size} x {num_new} new tokens to {length} take about {num_bytes} bytes, the limit "
+            f"is {service.run_limits.run_bytes}: send fewer rows, or shorter prompts with images"
+        )
+
+
+def _kinds(kinds: Sequence[str]) -> str:
+    return f"layers of kind {', '.join(kinds)}" if any(kinds) else "all layers alike"
 
 
 def check_prefix(service: Service, prefix: Sequence[Tensor], blocks: range, batch_size: int) -> int:

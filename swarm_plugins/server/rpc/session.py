@@ -160,6 +160,7 @@ class _Stream:
                 hidden=request.hidden.to(service.spec.dtype),
                 position_ids=request.position_ids,
                 attention_mask=request.attention_mask,
+                layer_masks=request.layer_masks or None,
                 adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows),
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,

@@ -96,6 +96,7 @@ def checked_inputs(service: Service, request: ForwardRequest, charge: Charge) ->
             hidden=request.hidden.to(service.spec.dtype),
             position_ids=request.position_ids,
             attention_mask=request.attention_mask,
+            layer_masks=request.layer_masks or None,
             adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
             prefix=tuple(tensor.to(service.spec.dtype) for tensor in request.prefix),
             collect_hidden=request.collect_hidden,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.block_io import SpanInputs, have_jumps
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError
 
@@ -21,7 +21,7 @@ _GRAPHS = 2
 """A block's graph and what its forward or backward makes besides, in graphs."""
 _STATES = 4
 """Hidden states of a run besides those between the blocks."""
-_MASK_BYTES = 11
+MASK_BYTES = 11
 """Attention's mask for one pair of tokens: three bool tensors while it is made, two of float32 while it is used."""
 _MIN_PART_TOKENS = 16
 MIN_PORTION_TOKENS = 256
@@ -68,7 +68,7 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Por
         return [Portion(inputs=inputs)]
     part = None
     held_bytes = _held_bytes(inputs, spec, total)
-    if fitting < 1 and spec.has_fixed_positions and not _is_packed(inputs):
+    if fitting < 1 and spec.has_fixed_positions and inputs.layer_masks is None and not _is_packed(inputs):
         part = _part_tokens(limits, min(max(at_once, whole), length), length, total, held_bytes)
     if fitting < 1 and part is None and row_bytes > limits.run_bytes:
         raise CapacityError(
@@ -93,17 +93,18 @@ def _row_bytes(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits, length: in
 
 
 def _mask_bytes(inputs: SpanInputs, spec: SpanSpec) -> int:
-    mask = inputs.attention_mask
+    mask, masks = inputs.attention_mask, inputs.layer_masks
+    if masks is not None:
+        return MASK_BYTES * len(masks.kinds)
     is_padded = mask is not None and not bool(mask.all())
-    return _MASK_BYTES if is_padded or spec.makes_masks or inputs.prefix or _is_packed(inputs) else 0
+    return MASK_BYTES if is_padded or spec.makes_masks or inputs.prefix or _is_packed(inputs) else 0
 
 
 def _is_packed(inputs: SpanInputs) -> bool:
     """Returns whether transformers takes the positions for those of several sequences in one row."""
-    positions = inputs.position_ids
-    if positions is None or inputs.attention_mask is not None or inputs.prefix:
+    if inputs.attention_mask is not None or inputs.prefix:
         return False
-    return not bool((positions[:, 1:] - positions[:, :-1] == 1).all())
+    return have_jumps(inputs.position_ids)
 
 
 def _held_bytes(inputs: SpanInputs, spec: SpanSpec, total: int) -> int:
@@ -115,7 +116,7 @@ def _held_bytes(inputs: SpanInputs, spec: SpanSpec, total: int) -> int:
 def _part_tokens(limits: RunLimits, at_once: int, length: int, total: int, held_bytes: int) -> int | None:
     """Returns how many tokens of one row run at a time; None if even few do not fit."""
     # A part sees the tokens before it through a mask, whatever the model.
-    token_bytes = _GRAPHS * limits.token_bytes + total * _MASK_BYTES
+    token_bytes = _GRAPHS * limits.token_bytes + total * MASK_BYTES
     fitting = (limits.run_bytes - held_bytes) // max(1, token_bytes)
     return min(at_once, fitting) if fitting >= min(_MIN_PART_TOKENS, length) else None
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, LlamaConfig
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
 
 from swarm_plugins.backbone.arguments import by_name, read_arguments
 from swarm_plugins.backbone.attention import register_attention
@@ -28,6 +30,69 @@ def filled_cache() -> DynamicCache:
     cache = DynamicCache()
     cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), 0)
     return cache
+
+
+def made(has_images: bool, **changes: Any) -> Tensor:
+    """Returns a mask that transformers makes for two rows, of lengths 3 and 4."""
+    config = LlamaConfig(num_hidden_layers=1)
+    config._attn_implementation = register_attention(has_images=has_images)
+    mask: Tensor = create_causal_mask(config, HIDDEN, PADDED, None, **changes)
+    return mask
+
+
+IMAGE = torch.tensor([[-1, 0, 0, -1], [-1, -1, -1, -1]])
+
+
+def test_what_tokens_of_an_image_see_is_sent_for_each_kind_of_layer() -> None:
+    masks = {"full": made(True, block_sequence_ids=IMAGE), "other": made(True)}
+    sent = read_arguments(HIDDEN, {"attention_mask": masks}, None)
+    assert sent.attention_mask is not None
+    assert torch.equal(sent.attention_mask, PADDED.bool())
+    assert sent.layer_masks is not None
+    assert sent.layer_masks.kinds == ("full", "other")
+    causal = torch.ones(2, 4, 4, dtype=torch.bool).tril()
+    assert torch.equal(sent.layer_masks.of(1), causal)
+    causal[0, 1, 2] = True
+    assert torch.equal(sent.layer_masks.of(0), causal)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(lambda: made(True), id="as-ever"),
+        pytest.param(lambda: made(True, block_sequence_ids=torch.full((2, 4), -1)), id="no-image"),
+        pytest.param(lambda: made(True, and_mask_function=lambda *index: index[2] - index[3] < 2), id="window"),
+        pytest.param(lambda: made(False, block_sequence_ids=IMAGE), id="model-without-images"),
+    ],
+)
+def test_where_no_token_sees_later_ones_padding_is_enough(mask: Callable[[], Tensor]) -> None:
+    assert read_arguments(HIDDEN, {"attention_mask": mask()}, None).layer_masks is None
+
+
+def test_kinds_of_masks_that_cannot_be_told_are_refused() -> None:
+    masks = {"full": made(True, block_sequence_ids=IMAGE), "linear": PADDED}
+    with pytest.raises(UnsupportedError, match="which remote blocks of kind linear cannot be told"):
+        read_arguments(HIDDEN, {"attention_mask": masks}, None)
+
+
+def test_planes_of_positions_are_sent_where_they_differ() -> None:
+    planes = POSITIONS.expand(4, 2, 4)
+    sent = read_arguments(HIDDEN, {"position_ids": planes}, None).position_ids
+    assert sent is not None
+    assert torch.equal(sent, planes[0])
+    planes = planes.clone()
+    planes[2, 0, 1] = 0
+    sent = read_arguments(HIDDEN, {"position_ids": planes}, None).position_ids
+    assert sent is not None
+    assert torch.equal(sent, planes)
+
+
+@pytest.mark.parametrize(("plane", "is_sent"), [(0, True), (1, False)])
+def test_of_four_planes_the_first_tells_where_sequences_begin(plane: int, is_sent: bool) -> None:
+    planes = POSITIONS.expand(4, 1, 4).clone()
+    planes[plane] = RESTARTED[0]
+    assert (mask_of(DynamicCache(), position_ids=planes) is not None) == is_sent
+    assert mask_of(DynamicCache(), position_ids=planes[1:]) is None
 
 
 def test_a_mask_that_hides_nothing_is_not_sent() -> None:

@@ -17,7 +17,7 @@ IDS = torch.tensor([[5, 17, 99, 23]])
 REFUSED = r"would be loaded here as a whole, with the attention 'swarm' .* leave out attn_implementation$"
 
 
-@pytest.mark.parametrize("name", ["swarm", "swarm_local_sdpa"])
+@pytest.mark.parametrize("name", ["swarm", "swarm_local_sdpa", "swarm_images", "swarm_local_sdpa_images"])
 def test_a_whole_model_is_refused_before_its_weights_are_looked_up(remote, name: str, tmp_path: Path) -> None:
     remote.config.save_pretrained(tmp_path)
     for load in (MixtralForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):

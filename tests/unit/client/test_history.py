@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import AdapterUse, CacheOp, LoadedAdapter, SpanInputs
 from swarm_plugins.client.sessions.history import History
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.layer_masks import packed
 
 BATCH = 3
 
@@ -181,3 +183,42 @@ def test_a_token_costs_no_look_at_past_ones() -> None:
     history.apply(CacheOp(kind="crop", indices=(298,)))
     assert history.steps is steps
     assert (history.length, steps.num_visits) == (298, 0)
+
+
+def with_image(tokens: int, first: int) -> SpanInputs:
+    """Returns a step whose tokens see each other."""
+    seen = torch.ones(BATCH, tokens, first + tokens, dtype=torch.bool)
+    return replace(step(tokens, first, BATCH, mask=False), layer_masks=packed([""], [seen]))
+
+
+def test_an_image_is_replayed_by_itself() -> None:
+    history = History()
+    for sent in (step(2, 0, BATCH, mask=False), with_image(3, 2), step(1, 5, BATCH, mask=False)):
+        history.append(sent)
+    history.append(step(1, 6, BATCH, mask=False))
+    assert [part.hidden.shape[1] for part in history.merged()] == [2, 3, 2]
+    assert [part.layer_masks is not None for part in history.merged()] == [False, True, False]
+
+
+def test_an_image_is_taken_back_whole_or_not_at_all() -> None:
+    history = History()
+    history.append(step(2, 0, BATCH, mask=False))
+    history.append(with_image(3, 2))
+    with pytest.raises(UnsupportedError, match="new tokens 0 to 2 see each other"):
+        history.apply(CacheOp(kind="crop", indices=(4,)))
+    assert (history.length, len(history.steps)) == (5, 2)
+    history.apply(CacheOp(kind="crop", indices=(2,)))
+    assert (history.length, len(history.steps)) == (2, 1)
+
+
+def test_positions_in_planes_are_joined_with_their_like() -> None:
+    history = History()
+    for first in (0, 2, 4):
+        sent = step(2, first, BATCH, mask=False)
+        planes = torch.stack([sent.position_ids] * 4).expand(4, BATCH if first == 2 else 1, 2)
+        history.append(replace(sent, position_ids=planes) if first else sent)
+    plain, joined = history.merged()
+    assert plain.position_ids.shape == (1, 2)
+    assert joined.position_ids.shape == (4, BATCH, 4)
+    assert joined.position_ids[3, 1].tolist() == [2, 3, 4, 5]
+    assert joined.attention_mask is None

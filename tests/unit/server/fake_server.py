@@ -82,6 +82,8 @@ class FakeRunner:
         device=torch.device("cpu"),
         max_positions=MAX_POSITIONS,
         kv_layouts={block: BlockKV(1, 2, 1, 2, torch.float32) for block in range(2, 6)},
+        mask_kinds=("full", "sliding"),
+        position_planes=(4,),
     )
     on_block_boundary: Callable[[], None] | None = None
     weights = frozenset[int]()

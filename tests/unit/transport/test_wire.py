@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.errors import ProtocolError
+from swarm_plugins.layer_masks import LayerMasks, packed
 from swarm_plugins.transport import limits, wire
 from swarm_plugins.transport.codec import packed_bytes
 from swarm_plugins.transport.messages import (
@@ -103,6 +104,17 @@ def test_all_fields_of_nested_messages_survive() -> None:
     assert received.forward.dropout_seed == 5
     assert torch.equal(received.grad_hidden, sent.grad_hidden)
     assert torch.equal(received.grad_router_logits[0], sent.grad_router_logits[0])
+
+
+def test_what_tokens_of_an_image_see_survives_and_is_left_out_elsewhere() -> None:
+    seen = torch.rand(1, 2, 9, generator=torch.Generator().manual_seed(0)) > 0.5
+    received = decode(frame(forward(torch.randn(1, 2, 8), layer_masks=packed(["full", "sliding"], [seen, ~seen]))))
+    assert isinstance(received, ForwardRequest)
+    assert isinstance(received.layer_masks, LayerMasks)
+    assert torch.equal(received.layer_masks.of(1), ~seen)
+    assert b"layer_masks" not in frame(forward(torch.randn(1, 2, 8)))
+    with pytest.raises(ProtocolError, match=r"layer_masks.kinds"):
+        decode(frame(forward(torch.ones(1, 2, 8), layer_masks=packed(["kind"] * 9, [seen] * 9))))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from swarm_plugins.server.compute.work import choose_pack
+from swarm_plugins.layer_masks import packed
+from swarm_plugins.server.compute.work import Step, choose_pack
 
 
-def step(tokens: int, rows: int = 1) -> Any:
-    return SimpleNamespace(num_left=tokens, batch_size=rows, is_whole=False)
+def step(tokens: int, rows: int = 1, *, is_whole: bool = False) -> Any:
+    return SimpleNamespace(num_left=tokens, batch_size=rows, is_whole=is_whole)
 
 
 @pytest.mark.parametrize(
@@ -24,8 +26,19 @@ def step(tokens: int, rows: int = 1) -> Any:
         pytest.param([step(500), step(1)], [99, 1], id="the-rest-of-the-pack-too"),
         pytest.param([step(1, 1500), step(6)], [1], id="wider-than-the-pack"),
         pytest.param([step(6, 1500), step(1)], [1], id="rows-wider-than-the-pack"),
+        pytest.param([step(500, is_whole=True), step(1)], [500], id="whole"),
+        pytest.param([step(1), step(500, is_whole=True)], [1], id="whole-later"),
+        pytest.param([step(1), step(50, is_whole=True)], [1, 50], id="whole-if-it-fits"),
         pytest.param([], [], id="nothing"),
     ],
 )
 def test_a_pack_of_100_tokens(waiting: list[Any], expected: list[int]) -> None:
     assert [num_tokens for _, num_tokens in choose_pack(waiting, 100)] == expected
+
+
+async def test_an_image_stays_whole() -> None:
+    masks = packed([""], [torch.ones(1, 3, 3, dtype=torch.bool)])
+    inputs: Any = SimpleNamespace(layer_masks=masks, attention_mask=None, cache=None)
+    assert Step(inputs, None).is_whole
+    inputs.layer_masks, inputs.attention_mask, inputs.cache = None, None, SimpleNamespace(has_states=True)
+    assert not Step(inputs, None).is_whole

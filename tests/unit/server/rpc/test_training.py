@@ -7,8 +7,10 @@ from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeRunner, playing
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.layer_masks import packed
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
+from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
@@ -23,6 +25,8 @@ from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 FACTOR = 3.0 * 4 * 5 * 6  # block b multiplies by b + 1
 FORWARD = ForwardRequest(version=VERSION, start=2, end=6, hidden=torch.ones(2, 3, WIDTH))
+SEEN = torch.ones(2, 3, 3, dtype=torch.bool)
+MASKS = packed(["full", "sliding"], [SEEN, SEEN])
 GRADIENT = torch.full((2, 3, WIDTH), 2.0)
 
 
@@ -38,6 +42,13 @@ def refused(answer: Message, kind: str, words: str) -> None:
     assert answer.kind == kind
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(answer.message)
+
+
+async def test_masks_that_take_too_much_memory_are_refused(service: Service) -> None:
+    service.run_limits = RunLimits(run_bytes=300)
+    async with playing(service) as ask:
+        answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, layer_masks=MASKS))
+        refused(answer, "bad_request", "2 x 3 new tokens to 3 take about 396 bytes, the limit is 300: send fewer rows")
 
 
 async def test_forward_then_backward_by_ticket_runs_the_blocks_once(service: Service, runner: FakeRunner) -> None:
@@ -194,6 +205,39 @@ async def test_answers_have_the_clients_dtype(service: Service, dtype: torch.dty
             "bad_request",
             "run from 0 to 200, the model has positions 0 to 199",
             id="too-far",
+        ),
+        pytest.param(
+            {"position_ids": torch.zeros(3, 1, 3, dtype=torch.int64)},
+            "bad_request",
+            r"position_ids have shape \[3, 1, 3\], expected .* or \[2, 3\], or 4 planes of these",
+            id="planes",
+        ),
+        pytest.param(
+            {"position_ids": torch.zeros(3, dtype=torch.int64)}, "bad_request", r"have shape \[3\]", id="one-position"
+        ),
+        pytest.param(
+            {"layer_masks": packed([""], [SEEN])},
+            "bad_request",
+            "layer_masks are for all layers alike, this model takes them for layers of kind full, sliding only",
+            id="kinds-of-masks",
+        ),
+        pytest.param(
+            {"layer_masks": packed(["full", "full"], [SEEN] * 2)}, "bad_request", "of kind full, full", id="same-masks"
+        ),
+        pytest.param(
+            {"layer_masks": packed(["full", "sliding"], [SEEN[:1]] * 2)},
+            "bad_request",
+            r"uint8 of shape \[2, 1, 3, 1\] for 3 tokens, expected uint8 of shape \[2, 2, 3, 1\] for 3",
+            id="rows-of-masks",
+        ),
+        pytest.param(
+            {"layer_masks": msgspec.structs.replace(MASKS, length=4)}, "bad_request", "for 4 tokens", id="long-masks"
+        ),
+        pytest.param(
+            {"layer_masks": msgspec.structs.replace(MASKS, bits=MASKS.bits.int())},
+            "bad_request",
+            "layer_masks are int32",
+            id="words-of-masks",
         ),
         pytest.param({"position_ids": torch.tensor([[-1, 1, 2]])}, "bad_request", "run from -1 to 2", id="negative"),
         pytest.param(

@@ -15,6 +15,7 @@ from swarm_plugins.blocks import Span
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.layer_masks import packed
 from swarm_plugins.server.compute.work import Parts
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.state.cutting import MIN_PORTION_TOKENS, Portion, RunLimits, cut_batch
@@ -166,3 +167,18 @@ def test_a_row_takes_its_mask_too_in_a_model_that_makes_one(span: Span, tmp_path
         save_tiny(family, tmp_path / family)
         found[family] = load_span(Checkpoint.open(tmp_path / family), range(1)).spec.makes_masks
     assert found == {"mixtral": False, "mixtral_sliding": True}
+
+
+def test_rows_with_images_are_not_cut_and_take_the_masks_of_all_kinds_of_layers(span: Span) -> None:
+    row = SpanInputs(blocks=range(NUM_BLOCKS), hidden=torch.zeros(1, 64, WIDTH))
+    seen = torch.ones(1, 64, 64, dtype=torch.bool)
+    with_image = dataclasses.replace(row, layer_masks=packed(["full", "sliding"], [seen] * 2))
+    states = 64 * WIDTH * 4 * (NUM_BLOCKS + 4)
+    # 64 x 64 pairs of tokens, 11 bytes each, of two kinds.
+    limits = RunLimits(run_bytes=states + 2 * 11 * 64 * 64)
+    assert cut_batch(with_image, span.spec, limits) == [Portion(inputs=with_image)]
+    with pytest.raises(CapacityError, match="one row of 64 tokens takes about"):
+        cut_batch(with_image, span.spec, RunLimits(run_bytes=limits.run_bytes - 1))
+    slow = RunLimits(portion_tokens=16)
+    assert [one.part_tokens is None for one in cut_batch(row, span.spec, slow)] == [False]
+    assert [one.part_tokens for one in cut_batch(with_image, span.spec, slow)] == [None]
