@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from image_models import save_with_processor
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.testing.models import save_tiny
@@ -42,7 +43,8 @@ def commands() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(family, tmp_path_factory.mktemp("model")) for name, family in MODELS.items()}
+    found = {name: save_tiny(family, tmp_path_factory.mktemp("model")) for name, family in MODELS.items()}
+    return {**found, "google/gemma-3-4b-it": save_with_processor(tmp_path_factory.mktemp("model"))}
 
 
 def test_the_pages_have_code_and_commands() -> None:

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import transformers
+from image_models import SETTINGS
 from test_every_type import CRASHES, DECODERS, ENCODERS, REFUSED
 from transformers.utils.logging import disable_progress_bar
 from type_models import save_type
@@ -53,6 +54,11 @@ def page() -> str:
     encoders = (
         f"Encoders whose causal language models run as well: {', '.join(f'`{one}`' for one in sorted(ENCODERS))}."
     )
+    images = (
+        f"{len(SETTINGS)} types are compared in the same way with images in their prompts, by "
+        f"`AutoSwarmModelForImageTextToText`: {', '.join(f'`{one}`' for one in sorted(SETTINGS))}. Others load if "
+        "their language model is a decoder that works. See [Use models that read images](../how-to/images.md)."
+    )
     return f"""# Model families
 
 The types of causal language models of transformers {version}, by `model_type`. Of {total} decoders, {len(DECODERS)} run
@@ -71,6 +77,10 @@ them.
 {_lines(refused)}
 
 {textwrap.fill(encoders, 120, break_on_hyphens=False)}
+
+## Models that read images
+
+{textwrap.fill(images, 120, break_on_hyphens=False)}
 """
 
 
