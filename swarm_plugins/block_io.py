@@ -213,7 +213,7 @@ class SpanInputs:
             layer_masks=None if masks is None else masks.take_tokens(start, end),
         )
 
-    def pieces(self: Inputs, size: int) -> list[Inputs]:
+    def cut_tokens(self: Inputs, size: int) -> list[Inputs]:
         """Cuts the new tokens into parts of at most ``size``; more where tokens that see each other are more."""
         num_new = self.hidden.shape[1]
         cuts = list(range(1, num_new + 1)) if self.layer_masks is None else self.layer_masks.cuts()

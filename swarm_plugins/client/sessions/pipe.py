@@ -125,7 +125,7 @@ class Pipe:
             step_s, token_s = self._pace(spans, is_pushed=is_pushed)
             least = max(least, min(num_chunks(len(spans), rows * tokens, step_s, token_s), most))
         size = math.ceil(tokens / least)
-        return self._inputs.pieces(size)
+        return self._inputs.cut_tokens(size)
 
     def _prepare(self, chunks: Sequence[SpanInputs]) -> None:
         """Makes the calls that servers are told of ahead: each gets its input from the server before."""

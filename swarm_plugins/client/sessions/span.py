@@ -193,7 +193,7 @@ class SpanSession:
         if tokens == 1:
             return await self.ask(StepCall(self._servers, self, inputs, self.history.length))
         self.check_room(rows, tokens)
-        parts = inputs.pieces(self.tokens_at_once(inputs))
+        parts = inputs.cut_tokens(self.tokens_at_once(inputs))
         if len(parts) > 1:
             await self.confirm()
             self.check_room(rows, tokens)
