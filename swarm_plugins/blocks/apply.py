@@ -36,12 +36,22 @@ class TokenRows:
     Most modules see the new tokens, ``[B, S, D]`` or flat; a family that expands cached latents (MLA) runs a module
     over cached and new tokens together. Both are laid out row after row, in the order of the call's rows, so that the
     number of tokens tells which it is.
+
+    Args:
+        new: How many new tokens each row has.
+        total: How many cached and new ones.
+        device: Where the tokens are.
+        padded: How many tokens of padding are in front of the cached ones of each row. Empty: none.
     """
 
-    def __init__(self, new: Sequence[int], total: Sequence[int], device: torch.device) -> None:
-        self._starts = {sum(counts): (list(counts), [0, *accumulate(counts)]) for counts in (total, new)}
-        self._num_new, self._num_total = sum(new), sum(total)
-        self._before = [whole - part for whole, part in zip(total, new, strict=True)]
+    def __init__(
+        self, new: Sequence[int], total: Sequence[int], device: torch.device, padded: Sequence[int] = ()
+    ) -> None:
+        self._padded = padded or [0] * len(new)
+        whole = [tokens + more for tokens, more in zip(total, self._padded, strict=True)]
+        self._starts = {sum(counts): (list(counts), [0, *accumulate(counts)]) for counts in (whole, new)}
+        self._num_new, self._num_total = sum(new), sum(whole)
+        self._before = [known - part for known, part in zip(total, new, strict=True)]
         self._device = device
         self._indices: dict[tuple[tuple[int, ...], int, tuple[int, ...]], Tensor] = {}
 
@@ -75,7 +85,7 @@ class TokenRows:
                     f"({', '.join(map(str, self._starts))}): adapters that differ by row do not work on it"
                 )
             counts, starts = self._starts[num_tokens]
-            before = [0 if num_tokens == self._num_total else self._before[row] for row in rows]
+            before = [-self._padded[row] if num_tokens == self._num_total else self._before[row] for row in rows]
             skipped = [
                 min(max(0, one - known), counts[row])
                 for row, one, known in zip(rows, first or (0,) * len(rows), before, strict=True)

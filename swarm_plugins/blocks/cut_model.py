@@ -21,10 +21,11 @@ from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
 from swarm_plugins.blocks.masks import masks_of
 from swarm_plugins.blocks.own_layers import OwnLayers
-from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
+from swarm_plugins.blocks.packed import PACKED, PackedPast, Packing, packed_past, padding_of, rows_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
 from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.blocks.stacked import StackedPast, stacks
 from swarm_plugins.borders import NO_TIES
 from swarm_plugins.errors import ConfigError
 
@@ -39,6 +40,8 @@ class _Use(NamedTuple):
     num_rows: int
     num_new: int
     before: int
+    padded: int = 0
+    """Tokens of padding in front of them, where a module sees cached and new tokens."""
 
 
 class CutModel:
@@ -136,23 +139,53 @@ class CutModel:
         mask = masks_of(step, padding, step.cache.length, attention=self.attention, config=self.config)
         return call.outputs(self.run(call, step.hidden, mask, step.position_ids, past))
 
-    def step_packed(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+    def stacks(self, steps: Sequence[StepInputs], packing: Packing) -> list[list[int]]:
+        """Returns which steps may share a forward, by their indices."""
+        if packing is Packing.SEQUENCE:
+            plain = [index for index, step in enumerate(steps) if step.is_plain]
+            return [*([plain] if plain else []), *([index] for index, step in enumerate(steps) if not step.is_plain)]
+        if packing is Packing.NONE:
+            return [[index] for index in range(len(steps))]
+        if packing is Packing.ROWS:
+            return stacks(steps, pads=any(self._joined.values()))
+        # Longer ones take more time to copy their keys than to multiply alone: L * D against D * D.
+        return stacks(steps, pads=True, longest=self.hidden_size)
+
+    def step_packed(self, steps: Sequence[StepInputs], packing: Packing) -> list[SpanOutputs]:
         """Runs the new tokens of several sessions in one forward and writes to their caches."""
-        parts: list[PackedRows] = []
-        start = 0
-        for step in steps:
-            parts.append(PackedRows(step, start))
-            start += parts[-1].num_tokens
+        return self._step_sequence(steps) if packing is Packing.SEQUENCE else self._step_rows(steps, packing)
+
+    def _step_sequence(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+        parts = rows_of(steps)
         hidden = torch.cat([step.hidden.reshape(1, -1, self.hidden_size) for step in steps], dim=1)  # [1, T, D]
         positions = torch.cat([part.positions() for part in parts], dim=1)
         uses = [_Use(part.step.adapters, part.batch_size, part.num_new, part.length - part.num_new) for part in parts]
         call = self._call(steps[0].blocks, uses, steps)
         call.attention = PACKED
-        with packed_past(PackedPast(parts, self.attention, self._joined)) as past:
+        past = PackedPast(parts, self.attention, self._joined)
+        with packed_past(past):
             if self._is_direct and all(part.num_new == 1 and part.attention_mask is None for part in parts):
                 hidden = self._run_single(call, steps[0].blocks, hidden, positions, past)
             else:
                 hidden = self.run(call, hidden, None, positions, past)
+        return [part.outputs(hidden, call) for part in parts]
+
+    def _step_rows(self, steps: Sequence[StepInputs], packing: Packing) -> list[SpanOutputs]:
+        parts = rows_of(steps)
+        hidden = torch.cat([step.hidden for step in steps])  # [R, 1, D]
+        positions = torch.cat([part.positions() for part in parts], dim=1).t()  # [R, 1]
+        is_apart = packing is Packing.ROWS
+        past = StackedPast(parts, self.attention, self._joined if is_apart else {})
+        uses = [
+            _Use(part.step.adapters, part.batch_size, 1, part.length - 1, past.length + 1 - part.length)
+            for part in parts
+        ]
+        call = self._call(steps[0].blocks, uses, steps)
+        if is_apart:
+            call.attention = PACKED
+        with packed_past(past):
+            hidden = self.run(call, hidden, None if is_apart else past.padding(), positions, past)
+        past.keep_states()
         return [part.outputs(hidden, call) for part in parts]
 
     def run(
@@ -237,7 +270,8 @@ class CutModel:
         if any(use.adapters.adapters for use in uses):
             new = [use.num_new for use in uses for _ in range(use.num_rows)]
             total = [use.before + use.num_new for use in uses for _ in range(use.num_rows)]
-            tokens = TokenRows(new, total, self.device)
+            padded = [use.padded for use in uses for _ in range(use.num_rows)]
+            tokens = TokenRows(new, total, self.device, padded)
             call.patches = adapter_patches([(use.adapters, use.num_rows) for use in uses], blocks, self.module, tokens)
         return call
 

@@ -1,9 +1,9 @@
 """Several sessions in one forward: projections and experts see all tokens, attention runs session by session.
 
-The tokens of all sessions follow one another in one sequence ``[1, T, D]``. Two functions, registered in transformers
-under the name `PACKED`, replace a family's attention and mask: the mask function returns a recipe instead of a tensor;
-the attention function cuts queries by session and calls the family's own attention on each session's keys and values,
-with the mask that the recipe makes for it.
+The tokens of all sessions follow one another in one sequence ``[1, T, D]``; `stacked` lays them out as rows. Two
+functions, registered in transformers under the name `PACKED`, replace a family's attention and mask: the mask function
+returns a recipe instead of a tensor; the attention function cuts queries by session and calls the family's own
+attention on each session's keys and values, with the mask that the recipe makes for it.
 
 Letters in shapes: ``T`` tokens of all sessions, ``B`` rows of a session, ``S`` its new tokens per row, ``L`` its
 cached and new tokens, ``H`` heads, ``W`` head width.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,14 +25,23 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.attending import attend
 from swarm_plugins.blocks.calls import Call
-from swarm_plugins.blocks.past import PlainPast
+from swarm_plugins.blocks.past import Past, PlainPast
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError
 
 PACKED = "swarm_packed"
 """Name of the attention and mask implementation."""
 
-_PAST: ContextVar[PackedPast | None] = ContextVar("swarm_packed_past", default=None)
+_PAST: ContextVar[ApartPast | None] = ContextVar("swarm_packed_past", default=None)
+
+
+class Packing(Enum):
+    """How sessions of a model can share a forward, the best way first."""
+
+    SEQUENCE = "all tokens in one sequence, attention session by session"
+    ROWS = "one token of each row, rows of all sessions in one batch, attention session by session"
+    PADDED = "the same, attention over keys and values that are padded to one length"
+    NONE = "one after another"
 
 
 class PackedRows:
@@ -57,15 +67,28 @@ class PackedRows:
         """Cuts this session's outputs out of a packed call's."""
         routers = (call.router_logits or {}) if self.step.collect_router else {}
         between = (call.between or ()) if self.step.collect_hidden else ()
-        first, *states = (
-            state.narrow(1, self.start, self.num_tokens).reshape(self.step.hidden.shape) for state in (hidden, *between)
-        )
+        first, *states = (self._own(state) for state in (hidden, *between))
         return SpanOutputs(
             hidden=first,
             hidden_states=tuple(states),
             router_logits=tuple(logits.narrow(0, self.start, self.num_tokens) for logits in routers.values()),
             router_blocks=tuple(routers),
         )
+
+    def _own(self, state: Tensor) -> Tensor:
+        # [1, T, D], or [T, 1, D] of stacked rows
+        rows = state.reshape(-1, state.shape[-1]).narrow(0, self.start, self.num_tokens)
+        return rows.view(self.step.hidden.shape)
+
+
+def rows_of(steps: Sequence[StepInputs]) -> list[PackedRows]:
+    """Returns where the tokens of each session lie in a packed forward."""
+    parts: list[PackedRows] = []
+    start = 0
+    for step in steps:
+        parts.append(PackedRows(step, start))
+        start += parts[-1].num_tokens
+    return parts
 
 
 def padding_of(step: StepInputs) -> Tensor | None:
@@ -74,25 +97,23 @@ def padding_of(step: StepInputs) -> Tensor | None:
     return None if mask is None or bool(mask.all()) else mask
 
 
-class PackedPast(PlainPast):
-    """The caches of several sessions.
+class ApartPast(Past):
+    """The caches of several sessions, each of which attends to its own.
 
     Args:
-        parts: The sessions' tokens, in their order in the packed sequence.
+        length: Tokens before the new ones, as far as the model can tell.
+        parts: The sessions' tokens, in their order.
         attention: The attention implementation that the family uses otherwise.
         joined: By block, whether a family works on keys and values between the cache and attention (as MLA does, which
             caches latents): it then gets all sessions' in one tensor. Learnt while running.
     """
 
-    def __init__(self, parts: Sequence[PackedRows], attention: str, joined: dict[int, bool]) -> None:
-        super().__init__(0)
+    def __init__(self, length: int, parts: Sequence[PackedRows], attention: str, joined: dict[int, bool]) -> None:
+        super().__init__(length)
         self.parts = parts
         self.attention = attention
         self._joined = joined
         self._handed: tuple[int, Tensor, Tensor] | None = None
-        self._new_sizes = [part.num_tokens for part in parts]
-        self._whole_sizes = [part.batch_size * part.length for part in parts]
-        self._has_single_rows = all(part.batch_size == 1 for part in parts)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -101,7 +122,8 @@ class PackedPast(PlainPast):
         for part, keys, values in zip(self.parts, self._cut(key_states), self._cut(value_states), strict=True):
             part.cache.append(layer_idx, keys, values)
         if self._joined.get(layer_idx, True):
-            key_states, value_states = self._join(layer_idx)
+            views = [part.cache.view(layer_idx, part.length) for part in self.parts]
+            key_states, value_states = (self._join(each) for each in zip(*views, strict=True))
         self._handed = (layer_idx, key_states, value_states)
         return key_states, value_states
 
@@ -121,12 +143,34 @@ class PackedPast(PlainPast):
         for index, (part, rows) in enumerate(zip(self.parts, self._cut(query), strict=True)):
             keys, values = part.cache.view(block, part.length) if is_untouched else (each[index] for each in whole)
             part_mask = None if mask is None else mask.of(index)
-            output = attend(self.attention, module, rows, keys, values, part_mask, **kwargs)  # [B, S, H, W]
-            outputs.append(output if part.batch_size == 1 else output.reshape(1, part.num_tokens, *output.shape[2:]))
-        return torch.cat(outputs, dim=1), None  # [1, T, H, W]
+            # [B, S, H, W]
+            outputs.append(attend(self.attention, module, rows, keys, values, part_mask, **kwargs))
+        return self._together(outputs), None
 
     def _cut(self, joined: Tensor, *, is_whole: bool = False) -> Sequence[Tensor]:
-        """Cuts ``[1, H, tokens of all sessions, W]`` by session, as ``[B, H, S, W]``; with cached tokens if whole."""
+        """Cuts queries, keys or values by session, as ``[B, H, S, W]``; with cached tokens if whole."""
+        raise NotImplementedError
+
+    def _join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Joins all sessions' keys or values, ``[B, H, L, W]``, so that `_cut` finds them again."""
+        raise NotImplementedError
+
+    def _together(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Joins all sessions' outputs of attention, ``[B, S, H, W]``."""
+        raise NotImplementedError
+
+
+class PackedPast(ApartPast, PlainPast):
+    """The caches of several sessions, whose tokens follow one another in one sequence."""
+
+    def __init__(self, parts: Sequence[PackedRows], attention: str, joined: dict[int, bool]) -> None:
+        super().__init__(0, parts, attention, joined)
+        self._new_sizes = [part.num_tokens for part in parts]
+        self._whole_sizes = [part.batch_size * part.length for part in parts]
+        self._has_single_rows = all(part.batch_size == 1 for part in parts)
+
+    def _cut(self, joined: Tensor, *, is_whole: bool = False) -> Sequence[Tensor]:
+        # [1, H, tokens of all sessions, W]
         sizes = self._whole_sizes if is_whole else self._new_sizes
         pieces = joined.split_with_sizes(sizes, 2)
         if self._has_single_rows:
@@ -136,15 +180,22 @@ class PackedPast(PlainPast):
             for part, piece in zip(self.parts, pieces, strict=True)
         ]
 
-    def _join(self, block: int) -> tuple[Tensor, Tensor]:
-        keys, values = zip(*(part.cache.view(block, part.length) for part in self.parts), strict=True)
-        return _flat(keys), _flat(values)
+    def _join(self, tensors: Sequence[Tensor]) -> Tensor:
+        flat = [
+            tensor if tensor.shape[0] == 1 else tensor.transpose(0, 1).reshape(1, tensor.shape[1], -1, tensor.shape[3])
+            for tensor in tensors
+        ]
+        return torch.cat(flat, dim=2)  # [1, H, sum of B * L, W]
+
+    def _together(self, outputs: Sequence[Tensor]) -> Tensor:
+        flat = [one if one.shape[0] == 1 else one.reshape(1, -1, *one.shape[2:]) for one in outputs]
+        return torch.cat(flat, dim=1)  # [1, T, H, W]
 
 
 class PackedMask:
     """The arguments of a family's mask; makes the mask of each session when its attention runs."""
 
-    def __init__(self, past: PackedPast, arguments: dict[str, Any]) -> None:
+    def __init__(self, past: ApartPast, arguments: dict[str, Any]) -> None:
         self._past = past
         self._arguments = arguments
         self._made: dict[int, Tensor | None] = {}
@@ -167,16 +218,16 @@ class PackedMask:
 
 
 @contextmanager
-def packed_past(past: PackedPast) -> Iterator[PackedPast]:
+def packed_past(past: ApartPast) -> Iterator[None]:
     """Sets the packed past that this thread's attention works on."""
     token = _PAST.set(past)
     try:
-        yield past
+        yield
     finally:
         _PAST.reset(token)
 
 
-def _current() -> PackedPast:
+def _current() -> ApartPast:
     past = _PAST.get()
     if past is None:
         raise UnsupportedError(f"the attention implementation {PACKED!r} only works inside a packed step")
@@ -191,15 +242,6 @@ def _packed_attention(
 
 def _packed_mask(**arguments: Any) -> PackedMask:
     return PackedMask(_current(), arguments)
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Joins ``[B, H, L, W]`` of all sessions to ``[1, H, sum of B * L, W]``."""
-    flat = [
-        tensor if tensor.shape[0] == 1 else tensor.transpose(0, 1).reshape(1, tensor.shape[1], -1, tensor.shape[3])
-        for tensor in tensors
-    ]
-    return torch.cat(flat, dim=2)
 
 
 AttentionInterface.register(PACKED, _packed_attention)

@@ -72,17 +72,20 @@ class StatefulPast(Past):
 
     Args:
         length: Tokens before the new ones.
-        old: The states of these.
+        old: The states of these. None: there are none.
         new: Gets those of the new tokens.
-        own: Makes the cache layers of a family's own kind.
+        own: Makes the cache layers of a family's own kind. None: there are none.
     """
 
-    def __init__(self, length: int, old: States, new: States, own: OwnLayers) -> None:
+    def __init__(
+        self, length: int, old: States | None = None, new: States | None = None, own: OwnLayers | None = None
+    ) -> None:
         super().__init__(length)
-        self._old = old
-        self._new = new
+        self._old = {} if old is None else old
+        self._new = {} if new is None else new
         self._own = own
-        self.layers = LayersView(self._own_state)  # type: ignore[assignment]  # for a list
+        if own is not None:
+            self.layers = LayersView(self._own_state)  # type: ignore[assignment]  # for a list
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Returns whether a block has states; without one, whether there are tokens before the new ones."""
@@ -130,14 +133,17 @@ class StatefulPast(Past):
         found = self._new.get(key)
         if found is None and key in self._old:
             # Kernels for single tokens change it in place, and tell nobody; the old one has to stay.
-            found = self._new[key] = self._old[key].clone()
+            found = self._new[key] = self._copied(key)
         return cast("Tensor | None", found)
 
     def _own_state(self, block: int) -> OwnState:
         key = (block, OWN, 0)
         if key not in self._new:
-            self._new[key] = self._old[key].clone() if key in self._old else self._own.empty(block)
+            self._new[key] = self._old[key].clone() if key in self._old else cast("OwnLayers", self._own).empty(block)
         return cast("OwnState", self._new[key])
+
+    def _copied(self, key: tuple[int, str, int]) -> Tensor | OwnState:
+        return self._old[key].clone()
 
 
 class SessionPast(StatefulPast):

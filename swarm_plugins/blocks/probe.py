@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import RETURN_FORMS, SpanInputs, as_returned
+from swarm_plugins.block_io import RETURN_FORMS, SpanInputs, SpanOutputs, as_returned
 from swarm_plugins.blocks.called import never_called
 from swarm_plugins.blocks.calls import Call, SkippedBlock, Watched
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
+from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.blocks.past import Past, ProbePast
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError, one_line
@@ -34,8 +35,8 @@ class Traits(NamedTuple):
 
     kv_layouts: Mapping[int, BlockKV]
     """What each block caches."""
-    is_packable: bool
-    """Whether sessions can share a forward."""
+    packing: Packing
+    """How sessions can share a forward."""
     takes_several: bool
     """Whether several tokens may follow cached ones at once."""
     never_called: frozenset[tuple[int, str]]
@@ -47,23 +48,22 @@ class Traits(NamedTuple):
 
 
 def probe(cut: CutModel) -> Traits:
-    """Runs a model to learn what it caches and whether sessions can share a forward.
+    """Runs a model to learn what it caches and how sessions can share a forward.
 
     Sets ``cut.hidden_size``, ``cut.num_returned``, and ``cut.attention`` if it does not fit the model.
 
     Raises:
         UnsupportedError: If blocks depend on more than hidden states, or do without attention.
     """
-    generator = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         cut.hidden_size = _width(cut)
-        hidden = torch.randn(1, 3, cut.hidden_size, generator=generator).to(cut.device, cut.dtype)
+        hidden = _random(cut, torch.Generator().manual_seed(_SEED), 1, 3)
         cut.num_returned = _num_returned_by_any(cut, hidden)
         _check_inputs(cut, hidden)
         layouts = _layouts(cut, hidden)
         return Traits(
             layouts,
-            is_packable=_is_packable(cut, hidden, layouts),
+            packing=_packing(cut, layouts),
             takes_several=_takes_several(cut, hidden, layouts),
             never_called=_never_called(cut, hidden, layouts),
             mask_kinds=_mask_kinds(cut, hidden),
@@ -229,25 +229,51 @@ def _check_inputs(cut: CutModel, hidden: Tensor) -> None:
         raise UnsupportedError(f"blocks of {name} depend on the ids of tokens: use a model of another family")
 
 
-def _is_packable(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> bool:
-    """Compares two sessions that run apart with the same two packed."""
+def _packing(cut: CutModel, layouts: Mapping[int, BlockKV]) -> Packing:
+    """Compares two sessions that run apart with the same two packed, in one way after another."""
+    if not has_fixed_positions(cut.config):
+        return Packing.NONE
     is_plain = all(layout.is_plain for layout in layouts.values())
-    if not is_plain or not cut.model._supports_attention_backend or not has_fixed_positions(cut.config):
-        return False
-    caches = [KVCache(KVPool(1 << 62), layouts, cut.blocks, 1, cut.device) for _ in range(2)]
-    steps = [
-        StepInputs(cache=cache, blocks=cut.blocks, hidden=part)
-        for cache, part in zip(caches, (hidden, hidden[:, 1:]), strict=True)
-    ]
-    for step in steps:
-        step.cache.reserve(step.hidden.shape[1])
-    apart = [cut.step(step) for step in steps]
+    ways = [packing for packing in Packing if is_plain or packing is not Packing.SEQUENCE]
+    found = next(packing for packing in ways if packing is Packing.NONE or _equals_apart(cut, layouts, packing))
+    if found is Packing.NONE:
+        log.info("%s cannot be packed, sessions run one by one", type(cut.model).__name__)
+    return found
+
+
+def _equals_apart(cut: CutModel, layouts: Mapping[int, BlockKV], packing: Packing) -> bool:
+    # Of different lengths: the positions and the mask of one do not suit the other.
+    sessions = [_Session(cut, layouts, num_rows) for num_rows in (1, 2)]
+    sizes = (3, 2) if packing is Packing.SEQUENCE else (1, 1)
+    generator = torch.Generator().manual_seed(_SEED)
+    hidden = [_random(cut, generator, 1, 7 + sizes[0]), _random(cut, generator, 2, 2 + sizes[1])]
+    for session, whole, size in zip(sessions, hidden, sizes, strict=True):
+        session.run(whole[:, :-size].contiguous())
+    new = [whole[:, -size:].contiguous() for whole, size in zip(hidden, sizes, strict=True)]
+    steps = [session.step(one) for session, one in zip(sessions, new, strict=True)]
+    apart = [_made(one, cut.step(one)) for one in steps]
+    steps = [session.step(one) for session, one in zip(sessions, new, strict=True)]
     try:
-        packed = cut.step_packed(steps)
-    except (UnsupportedError, RuntimeError, TypeError, ValueError, AttributeError, KeyError) as exc:
-        log.info("%s cannot be packed, sessions run one by one: %s", type(cut.model).__name__, exc)
+        packed = [_made(one, outputs) for one, outputs in zip(steps, cut.step_packed(steps, packing), strict=True)]
+    except (UnsupportedError, *_FAULTS) as exc:
+        log.debug("%s cannot be packed (%s): %s", type(cut.model).__name__, packing.value, one_line(exc))
         return False
-    return all(_distance(one.hidden, two.hidden) < _tolerance(cut) for one, two in zip(apart, packed, strict=True))
+    pairs = [
+        (one, two)
+        for alone, together in zip(apart, packed, strict=True)
+        for one, two in zip(alone, together, strict=True)
+    ]
+    return all(one.shape == two.shape and _distance(one, two) < _tolerance(cut) for one, two in pairs)
+
+
+def _made(step: StepInputs, outputs: SpanOutputs) -> list[Tensor]:
+    """Returns what a step adds to hidden states, and the states it makes."""
+    states = step.cache.new_states
+    return [outputs.hidden - step.hidden, *(states[key] for key in sorted(states))]
+
+
+def _random(cut: CutModel, generator: torch.Generator, num_rows: int, num_tokens: int) -> Tensor:
+    return torch.randn(num_rows, num_tokens, cut.hidden_size, generator=generator).to(cut.device, cut.dtype)
 
 
 def _takes_several(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> bool:
@@ -310,13 +336,17 @@ def _never_called(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV])
 class _Session:
     """One session of a model, whose memory is not counted."""
 
-    def __init__(self, cut: CutModel, layouts: Mapping[int, BlockKV]) -> None:
+    def __init__(self, cut: CutModel, layouts: Mapping[int, BlockKV], num_rows: int = 1) -> None:
         self._cut = cut
-        self._cache = KVCache(KVPool(1 << 62), layouts, cut.blocks, 1, cut.device)
+        self._cache = KVCache(KVPool(1 << 62), layouts, cut.blocks, num_rows, cut.device)
+
+    def step(self, hidden: Tensor) -> StepInputs:
+        """Returns a step that has room in the cache."""
+        self._cache.reserve(hidden.shape[1])
+        return StepInputs(cache=self._cache, blocks=self._cut.blocks, hidden=hidden)
 
     def run(self, hidden: Tensor) -> Tensor:
-        self._cache.reserve(hidden.shape[1])
-        output = self._cut.step(StepInputs(cache=self._cache, blocks=self._cut.blocks, hidden=hidden)).hidden
+        output = self._cut.step(self.step(hidden)).hidden
         self._cache.advance(hidden.shape[1])
         return output
 

@@ -1,8 +1,8 @@
 """A span that servers run: blocks of a model, the caches of its sessions, and their budget.
 
 `Span.forward` is stateless and differentiable. `Span.step` appends to the caches of sessions; several sessions run as
-one packed forward. A step may run in the middle of a forward or its backward, or of another session's step, in the same
-thread, from `Span.on_block_boundary`.
+one packed forward as far as the model allows it (`Packing`). A step may run in the middle of a forward or its backward,
+or of another session's step, in the same thread, from `Span.on_block_boundary`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Span:
         )
         self.model = cut.model
         self.pool = pool
-        self.is_packable = traits.is_packable
+        self.packing = traits.packing
+        """How sessions share a forward."""
         self.never_called = traits.never_called
         """Block and path of modules whose weight is read by others: adapters there would do nothing."""
         self._takes_several = traits.takes_several
@@ -112,14 +113,16 @@ class Span:
             step.cache.reserve(step.hidden.shape[1])
         # Caches count new tokens only when everything has run, so an exception leaves all as they were.
         with torch.inference_mode():
-            if len(steps) > 1 and self.is_packable and all(step.is_plain for step in steps):
-                outputs = self._cut.step_packed(steps)
-            else:
-                outputs = [self._step(step) for step in steps]
+            outputs: dict[int, SpanOutputs] = {}
+            for indices in self._cut.stacks(steps, self.packing):
+                outputs.update(zip(indices, self._together([steps[index] for index in indices]), strict=True))
         for step in steps:
             step.cache.advance(step.hidden.shape[1])
         # Copies: tensors made in inference mode could not go into a graph later.
-        return [output.map(torch.clone) for output in outputs]
+        return [outputs[index].map(torch.clone) for index in range(len(steps))]
+
+    def _together(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+        return self._cut.step_packed(steps, self.packing) if len(steps) > 1 else [self._step(steps[0])]
 
     def _step(self, step: StepInputs) -> SpanOutputs:
         """Runs a session's new tokens alone."""

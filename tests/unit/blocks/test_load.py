@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 from type_models import save_type
 
 from swarm_plugins.blocks import SpanInputs, load_span
+from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.testing.models import save_tiny, tiny_model
@@ -82,7 +83,7 @@ def test_loading_in_groups_gives_the_same_span(pair_of: Callable[[str], Pair], m
     span = load_span(pair.checkpoint, BLOCKS)
     hidden = states(2, 5, WIDTH)
     assert torch.equal(span.forward(SpanInputs(blocks=BLOCKS, hidden=hidden)).hidden, pair.forward(hidden))
-    assert span.is_packable
+    assert span.packing is Packing.SEQUENCE
     assert len({id(module.config) for module in span.model.modules() if hasattr(module, "config")}) == 1
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from swarm_plugins.blocks import KVCache, SpanInputs, StepInputs
+from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.testing.models import FAMILIES
 
@@ -255,11 +256,11 @@ def test_a_step_inside_a_forward_and_its_backward_changes_neither(pair: Pair) ->
 
 
 def test_every_family_can_be_packed(pair: Pair) -> None:
-    assert pair.span.is_packable
+    assert pair.span.packing is Packing.SEQUENCE
 
 
 def test_sessions_of_a_model_that_cannot_be_packed_run_one_by_one(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.span, "is_packable", False)
+    monkeypatch.setattr(llama.span, "packing", Packing.NONE)
     hidden = states(2, 4, WIDTH)
     sessions = [llama.span.new_cache(1, BLOCKS) for _ in range(2)]
     outputs = llama.span.step(
