@@ -51,6 +51,18 @@ MUTANTS = {
         "torch.arange(0, self.num_new,",
         "tests/unit/blocks/test_span_step.py",
     ),
+    "stacked sessions get each other's states": Mutant(
+        "blocks/stacked.py",
+        "torch.cat([part.cache.states[key] for part in self.parts])",
+        "torch.cat([part.cache.states[key] for part in self.parts]).flip(0)",
+        "tests/unit/blocks/test_stacked.py -k mamba2",
+    ),
+    "padding of keys is not masked": Mutant(
+        "blocks/stacked.py",
+        "return _padded(masks, dim=1)",
+        "return None",
+        "tests/unit/blocks/test_stacked.py -k bloom",
+    ),
     "a latent cache is attended to where it lies": Mutant(
         "blocks/packed.py",
         "if self._joined.get(layer_idx, True):",

@@ -20,6 +20,7 @@ from type_models import save_type
 
 from swarm_plugins.blocks.kv import BlockKV
 from swarm_plugins.blocks.load import load_span
+from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
 
@@ -39,6 +40,12 @@ WHY = {
     "transformers has no model for model_type": "transformers has no class for its language model alone",
 }
 """In the page's words, by the refusal."""
+PACKED = {
+    Packing.SEQUENCE: "yes",
+    Packing.ROWS: "decoding",
+    Packing.PADDED: "decoding, short",
+    Packing.NONE: "no",
+}
 UNBUILT = "transformers makes no model of its config"
 
 
@@ -67,9 +74,10 @@ others are refused when they are loaded, with the reason. A type that a later re
 before it gets a line here.
 
 A session keeps *keys and values* of each token, *states* (of recurrences and convolutions, or compressed tokens), or an
-*indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward; the others take
-turns. Blocks that use keys and values of others, or tokens that an indexer of others has chosen, run on one server with
-them.
+*indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward: parts of prompts
+too, or only *decoding* steps of one token. *Short* sessions are those with at most as many tokens as the model is wide.
+Others take turns. Blocks that use keys and values of others, or tokens that an indexer of others has chosen, run on one
+server with them.
 
 | `model_type` | on a swarm | a session keeps, or why not | packed |
 |---|---|---|---|
@@ -94,7 +102,9 @@ def _shown(model_type: str) -> tuple[str, str]:
         checkpoint = Checkpoint.open(save_type(model_type, Path(folder)))
         with closing(load_span(checkpoint, range(num_blocks_of(checkpoint.config)))) as span:
             layouts = span.spec.kv_layouts.values()
-            return _kept(layouts), "yes" if span.is_packable else "no"
+            kept = _kept(layouts)
+            # Without anything that is kept there are no sessions.
+            return kept, PACKED[span.packing if kept else Packing.NONE]
 
 
 def _kept(layouts: Iterable[BlockKV]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def remote(directory: Path, swarm: InProcessSwarm) -> PreTrainedModel:
 @pytest.mark.parametrize("name", SOME_MODES)
 def test_remote_says_what_local_says(name: str, remote: PreTrainedModel, local: PreTrainedModel) -> None:
     assert MODES[name](remote, remote) == MODES[name](local, local)
+
+
+def test_eight_clients_at_once_get_the_local_tokens(remote: PreTrainedModel, local: PreTrainedModel) -> None:
+    """Of prompts of different lengths; the servers pack their steps as they come."""
+    wanted = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    prompts = [torch.arange(5 + index, 8 + 3 * index)[None] for index in range(8)]
+    expected = [local.generate(prompt, **wanted).tolist() for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(lambda prompt: remote.generate(prompt, **wanted).tolist(), prompts))
+    assert found == expected
 
 
 class Killer(LogitsProcessor):

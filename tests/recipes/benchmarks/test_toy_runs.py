@@ -29,6 +29,9 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(["decode", "--servers", "2", "--new-tokens", "4"], ["decode, batch 1, 2 servers"], id="decode"),
         pytest.param(
+            ["packs", "--sessions", "3", "--prefix", "8", "--new-tokens", "4"], ["a token of 3 sessions"], id="packs"
+        ),
+        pytest.param(
             ["train"],
             [f"{what}, {batch} x 64 tokens" for what in ("forward", "forward + backward") for batch in (1, 8)],
             id="train",

@@ -1,0 +1,1 @@
+"""Sessions of a server that decode in one forward, against one after another."""
