@@ -114,6 +114,8 @@ class ApartPast(Past):
         self.attention = attention
         self._joined = joined
         self._handed: tuple[int, Tensor, Tensor] | None = None
+        self._apart: dict[int, tuple[int, Tensor, Tensor]] = {}
+        """By the id of keys, those that stand for each session's own: later blocks may attend to them, too."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -125,6 +127,8 @@ class ApartPast(Past):
             views = [part.cache.view(layer_idx, part.length) for part in self.parts]
             key_states, value_states = (self._join(each) for each in zip(*views, strict=True))
         self._handed = (layer_idx, key_states, value_states)
+        if not self._joined.get(layer_idx, True):
+            self._apart[id(key_states)] = self._handed
         return key_states, value_states
 
     def attend(
@@ -135,7 +139,7 @@ class ApartPast(Past):
             raise UnsupportedError(
                 f"{type(module).__name__} runs attention without having updated its cache: such blocks cannot be packed"
             )
-        block, handed_key, handed_value = self._handed
+        block, handed_key, handed_value = self._apart.get(id(key), self._handed)
         is_untouched = key is handed_key and value is handed_value
         self._joined.setdefault(block, not is_untouched)
         outputs = []

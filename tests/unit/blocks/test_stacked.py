@@ -21,7 +21,7 @@ from swarm_plugins.blocks.stacked import StackedPast, stacks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
 
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 PACKINGS = {
     "qwen3_5_moe_text": Packing.ROWS,
     "nemotron_h": Packing.ROWS,
@@ -29,6 +29,7 @@ PACKINGS = {
     "mamba2": Packing.ROWS,
     "lfm2": Packing.ROWS,
     "kimi_linear": Packing.ROWS,  # with a cache of latents
+    "gemma4_unified_text": Packing.ROWS,  # the last two of six blocks attend to keys of others
     "deepseek_v32": Packing.PADDED,  # with an indexer
     "inkling_text": Packing.PADDED,
     "bloom": Packing.PADDED,
@@ -59,7 +60,7 @@ class Sessions:
         self.uses = uses or [AdapterUse()] * len(SIZES)
         self.caches = [span.new_cache(rows, span.blocks) for rows, _ in SIZES]
         for index, (rows, length) in enumerate(SIZES):
-            self.span.step([self.step(index, states(rows, length, WIDTH, seed=index))])
+            self.span.step([self.step(index, states(rows, length, self.span.spec.hidden_size, seed=index))])
 
     def step(self, index: int, hidden: Tensor, **kwargs: Any) -> StepInputs:
         session, mask = self.caches[index], None
@@ -79,7 +80,7 @@ class Sessions:
     def steps(self, turn: int, **kwargs: Any) -> list[StepInputs]:
         """Returns a new token for each row of each session."""
         return [
-            self.step(index, states(rows, 1, WIDTH, seed=100 * (turn + 1) + index), **kwargs)
+            self.step(index, states(rows, 1, self.span.spec.hidden_size, seed=100 * (turn + 1) + index), **kwargs)
             for index, (rows, _) in enumerate(SIZES)
         ]
 
