@@ -122,9 +122,10 @@ class ApartPast(Past):
     ) -> tuple[Tensor, Tensor]:
         """Appends each session's tokens to its cache."""
         for part, keys, values in zip(self.parts, self._cut(key_states), self._cut(value_states), strict=True):
-            part.cache.append(layer_idx, keys, values)
+            block, slot = divmod(layer_idx, part.cache.slots)
+            part.cache.append(block, keys, values, slot)
         if self._joined.get(layer_idx, True):
-            views = [part.cache.view(layer_idx, part.length) for part in self.parts]
+            views = [_view(part, layer_idx) for part in self.parts]
             key_states, value_states = (self._join(each) for each in zip(*views, strict=True))
         self._handed = (layer_idx, key_states, value_states)
         if not self._joined.get(layer_idx, True):
@@ -139,13 +140,13 @@ class ApartPast(Past):
             raise UnsupportedError(
                 f"{type(module).__name__} runs attention without having updated its cache: such blocks cannot be packed"
             )
-        block, handed_key, handed_value = self._apart.get(id(key), self._handed)
+        layer, handed_key, handed_value = self._apart.get(id(key), self._handed)
         is_untouched = key is handed_key and value is handed_value
-        self._joined.setdefault(block, not is_untouched)
+        self._joined.setdefault(layer, not is_untouched)
         outputs = []
         whole = [] if is_untouched else [self._cut(each, is_whole=True) for each in (key, value)]
         for index, (part, rows) in enumerate(zip(self.parts, self._cut(query), strict=True)):
-            keys, values = part.cache.view(block, part.length) if is_untouched else (each[index] for each in whole)
+            keys, values = _view(part, layer) if is_untouched else (each[index] for each in whole)
             part_mask = None if mask is None else mask.of(index)
             # [B, S, H, W]
             outputs.append(attend(self.attention, module, rows, keys, values, part_mask, **kwargs))
@@ -229,6 +230,11 @@ def packed_past(past: ApartPast) -> Iterator[None]:
         yield
     finally:
         _PAST.reset(token)
+
+
+def _view(part: PackedRows, layer: int) -> tuple[Tensor, Tensor]:
+    block, slot = divmod(layer, part.cache.slots)
+    return part.cache.view(block, part.length, slot)
 
 
 def _current() -> ApartPast:

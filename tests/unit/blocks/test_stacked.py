@@ -144,6 +144,17 @@ def test_eight_sessions_of_different_lengths_get_what_each_gets_alone(
     apart.close()
 
 
+def test_sessions_of_blocks_with_two_caches_each_are_packed(span_of: Callable[[str], Span]) -> None:
+    span = span_of("longcat_flash")
+    assert span.packing is Packing.SEQUENCE
+    assert {layout.slots for layout in span.spec.kv_layouts.values()} == {2}
+    packed, apart = Sessions(span), Sessions(span)
+    for turn in range(2):
+        assert_equal(packed.run(turn), apart.run_apart(turn))
+    packed.close()
+    apart.close()
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "mamba2", "inkling_text"])
 def test_a_pack_that_fails_leaves_all_sessions_as_they_were(
     model_type: str, span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
