@@ -53,8 +53,8 @@ MUTANTS = {
     ),
     "stacked sessions get each other's states": Mutant(
         "blocks/stacked.py",
-        "torch.cat([part.cache.states[key] for part in self.parts])",
-        "torch.cat([part.cache.states[key] for part in self.parts]).flip(0)",
+        "for part in self.parts])\n\n    def _cut",
+        "for part in self.parts]).flip(0)\n\n    def _cut",
         "tests/unit/blocks/test_stacked.py -k mamba2",
     ),
     "padding of keys is not masked": Mutant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -233,7 +233,7 @@ def _packing(cut: CutModel, layouts: Mapping[int, BlockKV]) -> Packing:
     """Compares two sessions that run apart with the same two packed, in one way after another."""
     if not has_fixed_positions(cut.config):
         return Packing.NONE
-    is_plain = not any(layout.index_width or layout.row_bytes for layout in layouts.values())
+    is_plain = not any(layout.index_width or layout.row_bytes or layout.grown_bytes for layout in layouts.values())
     ways = [packing for packing in Packing if is_plain or packing is not Packing.SEQUENCE]
     found = next(packing for packing in ways if packing is Packing.NONE or _equals_apart(cut, layouts, packing))
     if found is Packing.NONE:
@@ -273,7 +273,7 @@ def _equals_apart(cut: CutModel, layouts: Mapping[int, BlockKV], packing: Packin
 def _made(step: StepInputs, outputs: SpanOutputs) -> list[Tensor]:
     """Returns what a step adds to hidden states, and the states it makes."""
     states = step.cache.new_states
-    return [outputs.hidden - step.hidden, *(states[key] for key in sorted(states))]
+    return [outputs.hidden - step.hidden, *(cast("Tensor", states[key]) for key in sorted(states))]
 
 
 def _random(cut: CutModel, generator: torch.Generator, num_rows: int, num_tokens: int) -> Tensor:
