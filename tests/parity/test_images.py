@@ -26,6 +26,7 @@ from kits.liars import Liar, LyingSwarm
 from swarm_plugins import AutoSwarmModelForImageTextToText, LocalSwarm, SwarmConfig
 from swarm_plugins.backbone import swarm_connection
 from swarm_plugins.blocks import StepInputs, load_span
+from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.sessions import pipe
 from swarm_plugins.client.sessions.span import StepCall
@@ -280,7 +281,7 @@ def test_sessions_with_places_in_planes_run_next_to_others(tmp_path: Path) -> No
     checkpoint = Checkpoint.open(save_image_type("qwen2_vl", tmp_path))
     generator = torch.Generator().manual_seed(1)
     with closing(load_span(checkpoint, range(4))) as span:
-        assert span.is_packable
+        assert span.packing is Packing.SEQUENCE
         planes = torch.tensor([[0, 1, 2], [0, 1, 1], [0, 2, 1], [0, 1, 2]])[:, None]
         hidden = torch.randn(2, 1, 3, span.spec.hidden_size, generator=generator)
 
