@@ -133,6 +133,8 @@ class SpanInputs:
     """``[B, P + S]``, bool: True for real tokens. None: no padding."""
     layer_masks: LayerMasks | None = None
     """What new tokens see, if some see later ones. None: as the model has it."""
+    token_ids: Tensor | None = None
+    """``[B, S]``, where blocks take the ids of tokens. None: they do not."""
     adapters: AdapterUse = field(default_factory=AdapterUse)
     prefix: tuple[Tensor, ...] = ()
     """K then V for each block, ``[B, kv heads, P, head width]``."""
@@ -150,8 +152,9 @@ class SpanInputs:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each token has one position, and sees those before it: such sessions can share a forward."""
-        return self.layer_masks is None and (self.position_ids is None or self.position_ids.ndim == 2)
+        """Whether tokens have one position, no ids, and see those before them: such sessions can share a forward."""
+        has_planes = self.position_ids is not None and self.position_ids.ndim > 2
+        return self.layer_masks is None and self.token_ids is None and not has_planes
 
     @property
     def collects_inner(self) -> bool:
@@ -176,6 +179,7 @@ class SpanInputs:
         return replace(
             self,
             hidden=change(self.hidden),
+            token_ids=None if self.token_ids is None else change(self.token_ids),
             position_ids=None if positions is None else change(positions),
             attention_mask=None if mask is None else change(mask),
             layer_masks=None if masks is None else msgspec.structs.replace(masks, bits=change(masks.bits)),
@@ -188,6 +192,7 @@ class SpanInputs:
         return replace(
             self,
             hidden=self.hidden[rows],
+            token_ids=None if self.token_ids is None else self.token_ids[rows],
             position_ids=positions if positions is None or positions.shape[-2] == 1 else positions[..., rows, :],
             attention_mask=None if mask is None else mask[rows],
             layer_masks=None if masks is None else masks.take_rows(rows),
@@ -206,6 +211,7 @@ class SpanInputs:
         return replace(
             self,
             hidden=self.hidden[:, start:end],
+            token_ids=None if self.token_ids is None else self.token_ids[:, start:end],
             position_ids=None if self.position_ids is None else self.position_ids[..., start:end],
             adapters=use if use.dropout_seed is None else replace(use, first_token=use.first_token + start),
             # [B, P + S] -> [B, P + end]

@@ -74,6 +74,16 @@ def read_arguments(hidden: Tensor, decoder: Mapping[str, Any], cache: Cache | No
     return Arguments(position_ids=positions, attention_mask=padding, layer_masks=_layer_masks(mask))
 
 
+def read_ids(decoder: Mapping[str, Any]) -> Tensor:
+    """Returns the ids of the new tokens, ``[B, S]``, that layers take; raises UnsupportedError if there are none."""
+    ids = decoder.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise UnsupportedError(
+            "layers of this model take the ids of tokens: call it with input_ids, without soft prompts or inputs_embeds"
+        )
+    return ids.cpu()
+
+
 def _layer_masks(mask: Any) -> LayerMasks | None:
     """Returns what new tokens see, if some of them see later ones: then servers cannot know."""
     masks = mask if isinstance(mask, Mapping) else {"": mask}

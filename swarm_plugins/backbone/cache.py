@@ -149,6 +149,14 @@ class RemoteCacheLayer(CacheLayerMixin):
         self.mask_of = mask_of
         self.is_initialized = True
 
+    @property
+    def indexer_position_ids(self) -> None:
+        """None: some decoders keep the positions of all tokens in a layer (Qwen 4); servers have their own."""
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Drops them."""
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: servers allocate memory."""
 

@@ -6,6 +6,7 @@ out before any data is read, instead of a wrong token later.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 class _Watch:
     """Replaces the remote blocks and checks how they are called."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
         self.calls: list[int] = []
         self.last: Tensor | None = None
+        self.are_ids_given = False
 
-    def run_block(self, index: int, hidden: Tensor, *_: Any) -> Tensor:
+    def run_block(self, index: int, hidden: Tensor, cache: Any, kwargs: Mapping[str, Any]) -> Tensor:
+        self.are_ids_given |= any(value is self.ids for value in kwargs.values())
         if self.last is not None and not is_same(hidden, self.last):
             raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
         self.calls.append(index)
@@ -35,18 +39,18 @@ class _Watch:
 
 
 def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device | str) -> None:
-    """Calls the base model once, with blocks that return their input.
+    """Calls the base model once, with blocks that return their input; notes what it gives them and expects of them.
 
     Raises:
         UnsupportedError: If the model's forward does something servers do not know about.
     """
     reasons = []
     for stack.num_returned in RETURN_FORMS:
-        watch = _Watch()
-        stack.run_block = watch.run_block  # type: ignore[assignment,method-assign]
+        watch = _Watch(torch.zeros(1, 3, dtype=torch.long, device=device))
+        stack.run_block = watch.run_block  # type: ignore[method-assign]
         try:
             with torch.no_grad():
-                output = base(input_ids=torch.zeros(1, 3, dtype=torch.long, device=device), use_cache=False)
+                output = base(input_ids=watch.ids, use_cache=False)
                 if output[0].shape[:2] != (1, 3):
                     raise UnsupportedError(f"its output has shape {list(output[0].shape)}")
         except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as exc:
@@ -55,6 +59,7 @@ def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device |
         finally:
             del stack.run_block
         if watch.calls == list(stack.blocks):
+            stack.takes_ids = watch.are_ids_given
             return
         reasons.append(f"blocks are called in the order {watch.calls}")
     raise UnsupportedError(

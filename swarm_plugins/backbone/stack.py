@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from swarm_plugins.backbone.adapter_reader import AdapterReader
-from swarm_plugins.backbone.arguments import by_name, read_arguments
+from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
 from swarm_plugins.backbone.cache import run_cached
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, flat, in_streams, is_same
@@ -78,6 +78,8 @@ class RemoteStack:
         """Of their decoder."""
         self.num_returned = 0
         """How many values the model expects its layers to return in a tuple; 0: a tensor alone."""
+        self.takes_ids = False
+        """Whether layers are given the ids of tokens."""
         self._remote: RemoteBlocks | None = None
         self._reader: AdapterReader | None = None
         self._local = threading.local()
@@ -197,6 +199,7 @@ class RemoteStack:
             position_ids=arguments.position_ids,
             attention_mask=arguments.attention_mask,
             layer_masks=arguments.layer_masks,
+            token_ids=read_ids(self._called_with or {}) if self.takes_ids else None,
             adapters=use,
             collect_hidden=wants_hidden and len(blocks) > 1,
             hidden_of=_blocks_of(collector) if cache is not None else None,

@@ -124,7 +124,7 @@ class CutModel:
         if on_boundary is not None:
             call.table = self._watched_table(inputs.blocks, call.between, on_boundary)
         mask = masks_of(inputs, inputs.attention_mask, before, attention=self.attention, config=self.config)
-        return call.outputs(self.run(call, inputs.hidden, mask, inputs.position_ids, past))
+        return call.outputs(self.run(call, inputs.hidden, mask, inputs.position_ids, past, inputs.token_ids))
 
     def step(self, step: StepInputs, on_boundary: Callable[[], None] | None = None) -> SpanOutputs:
         """Runs the new tokens of one session and writes to its cache, which has room for them."""
@@ -137,7 +137,7 @@ class CutModel:
         if self._is_direct and padding is None and step.hidden.shape[1] == 1 and step.is_plain:
             return call.outputs(self._run_single(call, step.blocks, step.hidden, step.position_ids, past))
         mask = masks_of(step, padding, step.cache.length, attention=self.attention, config=self.config)
-        return call.outputs(self.run(call, step.hidden, mask, step.position_ids, past))
+        return call.outputs(self.run(call, step.hidden, mask, step.position_ids, past, step.token_ids))
 
     def stacks(self, steps: Sequence[StepInputs], packing: Packing) -> list[list[int]]:
         """Returns which steps may share a forward, by their indices."""

@@ -41,6 +41,8 @@ class Traits(NamedTuple):
     """Whether several tokens may follow cached ones at once."""
     never_called: frozenset[tuple[int, str]]
     """Block and path of modules whose weight is read by others."""
+    takes_ids: bool = False
+    """Whether blocks take the ids of tokens."""
     mask_kinds: tuple[str, ...] = ()
     """Kinds of layers that take masks which are made for them; one empty name if all take the same. Empty: none do."""
     position_planes: tuple[int, ...] = ()
@@ -59,13 +61,14 @@ def probe(cut: CutModel) -> Traits:
         cut.hidden_size = _width(cut)
         hidden = _random(cut, torch.Generator().manual_seed(_SEED), 1, 3)
         cut.num_returned = _num_returned_by_any(cut, hidden)
-        _check_inputs(cut, hidden)
+        takes_ids = _takes_ids(cut, hidden)
         layouts = _layouts(cut, hidden)
         return Traits(
             layouts,
             packing=_packing(cut, layouts),
             takes_several=_takes_several(cut, hidden, layouts),
             never_called=_never_called(cut, hidden, layouts),
+            takes_ids=takes_ids,
             mask_kinds=_mask_kinds(cut, hidden),
             position_planes=_position_planes(cut, hidden),
         )
@@ -213,8 +216,8 @@ def _run_seen(cut: CutModel, blocks: range, hidden: Tensor, kind: type[_Whole], 
     return cut.run(Call(blocks=blocks, table=table, attention=cut.attention), hidden)
 
 
-def _check_inputs(cut: CutModel, hidden: Tensor) -> None:
-    """Checks that hidden states are all that blocks depend on."""
+def _takes_ids(cut: CutModel, hidden: Tensor) -> bool:
+    """Returns whether blocks depend on the ids of tokens; checks that they depend on no more."""
     name, output = type(cut.model).__name__, _run(cut, hidden)
     if not bool(output.isfinite().all()):
         raise UnsupportedError(
@@ -225,8 +228,7 @@ def _check_inputs(cut: CutModel, hidden: Tensor) -> None:
     # Many of them: some tokens may have the same experts.
     some = torch.linspace(0, cut.config.vocab_size - 1, _SOME_TOKENS, device=cut.device).long()
     others = hidden[:, :1].expand(-1, _SOME_TOKENS, -1)
-    if not torch.equal(cut.run(call, others), cut.run(call, others, ids=some[None])):
-        raise UnsupportedError(f"blocks of {name} depend on the ids of tokens: use a model of another family")
+    return not torch.equal(cut.run(call, others), cut.run(call, others, ids=some[None]))
 
 
 def _packing(cut: CutModel, layouts: Mapping[int, BlockKV]) -> Packing:

@@ -37,6 +37,8 @@ class SpanSpec:
     """Whether rows may be run in parts: no part changes how the others are encoded."""
     makes_masks: bool = False
     """Whether attention gets a mask also where nothing is padded, as sliding windows need."""
+    vocab_size: int = 0
+    """How many ids of tokens there are, if blocks take them. 0: they do not."""
     mask_kinds: tuple[str, ...] = ()
     """Kinds of layers whose masks a request may bring, all of them at once; one empty name if all have the same."""
     position_planes: tuple[int, ...] = ()

@@ -43,6 +43,7 @@ class Span:
             kv_layouts=layouts,
             has_fixed_positions=has_fixed_positions(cut.config) and all(one.is_plain for one in layouts.values()),
             makes_masks=getattr(cut.config, "sliding_window", None) is not None,
+            vocab_size=int(cut.config.vocab_size) if traits.takes_ids else 0,
             mask_kinds=traits.mask_kinds,
             position_planes=traits.position_planes,
         )

@@ -103,6 +103,8 @@ class _BlockRequest(BaseMessage, kw_only=True):
     """``[B, L]`` (without a session: ``[B, prefix + S]``), bool: True for real tokens. None: no padding."""
     layer_masks: LayerMasks | msgspec.UnsetType = msgspec.UNSET
     """What new tokens see, if some see later ones; left out otherwise."""
+    token_ids: Tensor | msgspec.UnsetType = msgspec.UNSET
+    """``[B, S]``, int64, of models whose blocks take them; left out otherwise."""
     adapters: tuple[str, ...] = ()
     """Digests of the adapters in use."""
     adapter_rows: tuple[int, ...] | None = None
@@ -115,6 +117,16 @@ class _BlockRequest(BaseMessage, kw_only=True):
     reply_codec: Codec = "none"
     nonce: ShortBytes = b""
     """Random bytes; if there are any, the answer has a receipt. So in all requests."""
+
+
+def given(field: Tensor | msgspec.UnsetType) -> Tensor | None:
+    """Returns the tensor of a field that may be left out, or None."""
+    return None if isinstance(field, msgspec.UnsetType) else field
+
+
+def or_unset(tensor: Tensor | None) -> Tensor | msgspec.UnsetType:
+    """Returns a tensor for a field that is left out if there is none."""
+    return msgspec.UNSET if tensor is None else tensor
 
 
 class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

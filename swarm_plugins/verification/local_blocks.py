@@ -167,6 +167,7 @@ class LocalBlocks:
                     position_ids=step.position_ids,
                     attention_mask=step.attention_mask,
                     layer_masks=step.layer_masks,
+                    token_ids=step.token_ids,
                     adapters=step.adapters,
                 )
                 hidden[number] = span.step([inputs])[0].hidden

@@ -9,7 +9,7 @@ import torch
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, have_jumps
 from swarm_plugins.client.sessions.history import History
-from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep
+from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep, given, or_unset
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 
 
@@ -21,6 +21,7 @@ def step_inputs(request: SessionStep, blocks: range, adapters: AdapterUse) -> Sp
         position_ids=request.position_ids,
         attention_mask=request.attention_mask,
         layer_masks=request.layer_masks or None,
+        token_ids=given(request.token_ids),
         adapters=adapters,
     )
 
@@ -60,6 +61,7 @@ def repeated_forward(history: History, step: SessionStep, version: str) -> Forwa
         position_ids=positions,
         attention_mask=mask,
         layer_masks=whole.layer_masks or msgspec.UNSET,
+        token_ids=or_unset(whole.token_ids),
         adapters=step.adapters,
         adapter_rows=step.adapter_rows,
         reply_codec=step.reply_codec,

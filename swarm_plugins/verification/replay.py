@@ -34,6 +34,7 @@ from swarm_plugins.transport.messages import (
     SessionOpen,
     SessionStep,
     SessionStepResponse,
+    given,
 )
 from swarm_plugins.transport.receipts import check_receipt, history_after, request_hash
 from swarm_plugins.transport.wire import decode
@@ -268,7 +269,9 @@ def _check_shapes(
     def fits(step: SessionStep) -> bool:
         hidden, positions = step.hidden, step.position_ids
         is_batch = hidden.ndim == 3 and hidden.shape[0] == opened.batch_size
-        return is_batch and (positions is None or positions.shape[-1] == hidden.shape[1])
+        ids = given(step.token_ids)
+        are_ids = ids is None or ids.shape == hidden.shape[:2]
+        return is_batch and are_ids and (positions is None or positions.shape[-1] == hidden.shape[1])
 
     is_session = all(map(fits, steps)) and all(tensor.ndim == 4 for tensor in opened.prefix)
     if not is_session or any(answer.hidden.shape != step.hidden.shape for step, answer in pairs):

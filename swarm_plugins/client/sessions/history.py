@@ -55,6 +55,7 @@ class History:
             position_ids=positions,
             attention_mask=inputs.attention_mask,
             layer_masks=inputs.layer_masks,
+            token_ids=inputs.token_ids,
             adapters=inputs.adapters,
         )
         self.steps.append(sent)
@@ -119,8 +120,10 @@ def _joined(steps: Sequence[SpanInputs], cached: int) -> SpanInputs:
     if any(each.shape[-2] > 1 for each in positions):
         positions = [each.expand(*each.shape[:-2], batch, -1) for each in positions]
     position_ids = torch.cat(positions, dim=-1)
+    ids = [step.token_ids for step in steps if step.token_ids is not None]
     return replace(
         steps[-1],
+        token_ids=torch.cat(ids, dim=1) if ids else None,
         hidden=torch.cat([step.hidden for step in steps], dim=1),  # [B, sum of S, D]
         position_ids=position_ids,
         attention_mask=_joined_mask(steps, position_ids, cached),

@@ -27,6 +27,7 @@ from swarm_plugins.transport.messages import (
     SessionOpened,
     SessionStep,
     SessionStepResponse,
+    or_unset,
 )
 
 if TYPE_CHECKING:
@@ -280,6 +281,7 @@ class StepCall(Call[SessionStep, SessionStepResponse]):
             position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
             layer_masks=inputs.layer_masks or msgspec.UNSET,
+            token_ids=or_unset(inputs.token_ids),
             ops=tuple(session.unsent_ops) if self._cached == session.history.length else (),
             adapters=self._part.digests,
             adapter_rows=inputs.adapters.rows,

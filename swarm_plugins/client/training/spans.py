@@ -13,7 +13,13 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.client.answers import check_gradients, check_outputs
 from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.errors import TransportError
-from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    BackwardResponse,
+    ForwardRequest,
+    ForwardResponse,
+    or_unset,
+)
 
 if TYPE_CHECKING:
     from swarm_plugins.client.calls.retries import ChainRetries
@@ -79,6 +85,7 @@ class ForwardCall(Call[ForwardRequest, ForwardResponse]):
             position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
             layer_masks=inputs.layer_masks or msgspec.UNSET,
+            token_ids=or_unset(inputs.token_ids),
             adapters=self.part.digests,
             adapter_rows=inputs.adapters.rows,
             dropout_seed=inputs.adapters.dropout_seed,

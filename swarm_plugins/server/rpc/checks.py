@@ -23,7 +23,7 @@ from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import MASK_BYTES
 from swarm_plugins.transport.codec import has_non_finite
-from swarm_plugins.transport.messages import ForwardRequest, SessionStep
+from swarm_plugins.transport.messages import ForwardRequest, SessionStep, given
 
 _MAX_SEED = 2**63 - 1
 _MAX_TOGETHER = 16
@@ -114,6 +114,7 @@ def check_tensors(service: Service, request: ForwardRequest | SessionStep, block
     batch_size, num_new = hidden.shape[:2]
     _check_positions(request.position_ids, batch_size, num_new, before, service.spec)
     _check_mask(request.attention_mask, batch_size, before + num_new)
+    checked_ids(service, request)
     if request.layer_masks:
         _check_layer_masks(service, request.layer_masks, batch_size, num_new, before)
     rows, num_adapters = request.adapter_rows, len(request.adapters)
@@ -165,6 +166,23 @@ def _check_mask(mask: Tensor | None, batch_size: int, length: int) -> None:
             f"attention_mask has shape {list(mask.shape)}, expected [{batch_size}, {length}]: "
             "one entry for each token, those before the new ones too"
         )
+
+
+def checked_ids(service: Service, request: ForwardRequest | SessionStep) -> Tensor | None:
+    """Returns the ids of a request's tokens, if the blocks take them: others are not looked at."""
+    ids, size, expected = given(request.token_ids), service.spec.vocab_size, list(request.hidden.shape[:2])
+    if not size:
+        return None
+    if ids is None:
+        raise BadRequestError(f"blocks of this model take the ids of tokens: send token_ids of shape {expected}")
+    if ids.dtype != torch.int64 or list(ids.shape) != expected:
+        raise BadRequestError(
+            f"token_ids are {_name(ids.dtype)} of shape {list(ids.shape)}, expected int64 of shape {expected}"
+        )
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    if lowest < 0 or highest >= size:
+        raise BadRequestError(f"token_ids run from {lowest} to {highest}, the model has ids 0 to {size - 1}")
+    return ids
 
 
 def _check_layer_masks(service: Service, masks: LayerMasks, batch_size: int, num_new: int, before: int) -> None:

@@ -13,7 +13,7 @@ from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
-from swarm_plugins.server.rpc.checks import check_blocks, check_held, check_prefix, checked_outputs
+from swarm_plugins.server.rpc.checks import check_blocks, check_held, check_prefix, checked_ids, checked_outputs
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import opening_history
 from swarm_plugins.server.rpc.push import finished, plain_step
@@ -161,6 +161,7 @@ class _Stream:
                 position_ids=request.position_ids,
                 attention_mask=request.attention_mask,
                 layer_masks=request.layer_masks or None,
+                token_ids=checked_ids(service, request),
                 adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows),
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,

@@ -20,6 +20,7 @@ from swarm_plugins.server.rpc.checks import (
     check_hidden,
     check_prefix,
     check_tensors,
+    checked_ids,
     checked_output,
     checked_outputs,
 )
@@ -97,6 +98,7 @@ def checked_inputs(service: Service, request: ForwardRequest, charge: Charge) ->
             position_ids=request.position_ids,
             attention_mask=request.attention_mask,
             layer_masks=request.layer_masks or None,
+            token_ids=checked_ids(service, request),
             adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
             prefix=tuple(tensor.to(service.spec.dtype) for tensor in request.prefix),
             collect_hidden=request.collect_hidden,
