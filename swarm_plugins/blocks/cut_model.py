@@ -72,7 +72,9 @@ class CutModel:
         self.device = next(model.parameters()).device
         self.dtype = dtype
         self.attention: str = self.config._attn_implementation
-        if self.attention == "eager" and model._supports_attention_backend:
+        self.own_layers = OwnLayers(self.config)
+        # With cache layers of their own, families change masks, too.
+        if self.attention == "eager" and model._supports_attention_backend and not self.own_layers.are_of_the_family:
             self.attention = EAGER  # the same attention, in cuts of bounded size
         is_default = self.config._experts_implementation == "grouped_mm"
         if is_default and self.device.type == "cpu" and model._can_set_experts_implementation():
@@ -94,7 +96,6 @@ class CutModel:
         """Arguments that the model's forward takes."""
         self._tables: dict[tuple[int, int, int], list[Any]] = {}
         self._joined: dict[int, bool] = {}
-        self.own_layers = OwnLayers(self.config)
         # Adapters name modules in every step; only existing ones are kept, so it is bounded.
         self._modules: dict[tuple[int, str], nn.Module] = {}
         watch_routers(model, self.layers, blocks, self._calls)

@@ -7,6 +7,7 @@ cache like those of others. Such layers never change a tensor in place: a copy o
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,13 +57,19 @@ class OwnLayers:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
-        self._empty: Sequence[Any] | None = None
 
     def empty(self, block: int) -> OwnState:
         """Returns the state of a layer before the first token."""
-        if self._empty is None:
-            self._empty = DynamicCache(config=self._config).layers
-        return OwnState(self._empty[block]).clone()
+        return OwnState(self._layers[block]).clone()
+
+    @property
+    def are_of_the_family(self) -> bool:
+        """Whether the model's family has made the class of some layer itself."""
+        return any(type(layer).__module__ != DynamicCache.__module__ for layer in self._layers)
+
+    @functools.cached_property
+    def _layers(self) -> Sequence[Any]:
+        return DynamicCache(config=self._config).layers
 
 
 class LayersView:

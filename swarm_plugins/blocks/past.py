@@ -206,9 +206,10 @@ class _Noted:
 
 
 class ProbePast(StatefulPast):
-    """Notes what each block caches, for one row."""
+    """Notes what each block caches, for one row; what others do counts for the first one."""
 
-    def __init__(self, own: OwnLayers) -> None:
+    def __init__(self, blocks: range, own: OwnLayers) -> None:
+        self._blocks = blocks
         self._states: States = {}
         super().__init__(0, {}, self._states, own)
         self._noted: dict[int, _Noted] = {}
@@ -247,7 +248,10 @@ class ProbePast(StatefulPast):
 
     def state_bytes(self, block: int) -> int:
         """Returns the bytes of a block's states."""
-        return sum(state.nbytes for (of, _, _), state in self._states.items() if of == block)
+        owners = (
+            (of if of in self._blocks else self._blocks.start, state) for (of, _, _), state in self._states.items()
+        )
+        return sum(state.nbytes for owner, state in owners if owner == block)
 
     def layout(self, block: int, dtype: torch.dtype, slots: int = 1) -> BlockKV:
         """Returns what a block caches; nothing, if it has no attention and no states."""

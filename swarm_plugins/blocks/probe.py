@@ -95,7 +95,7 @@ def _layouts(cut: CutModel, hidden: Tensor) -> dict[int, BlockKV]:
 
 
 def _probed(cut: CutModel, hidden: Tensor) -> ProbePast:
-    past = ProbePast(cut.own_layers)
+    past = ProbePast(cut.blocks, cut.own_layers)
     _run(cut, hidden, past)
     return past
 

@@ -119,7 +119,7 @@ class _BlockRequest(BaseMessage, kw_only=True):
     """Random bytes; if there are any, the answer has a receipt. So in all requests."""
 
 
-def given(field: Tensor | msgspec.UnsetType) -> Tensor | None:
+def or_none(field: Tensor | msgspec.UnsetType) -> Tensor | None:
     """Returns the tensor of a field that may be left out, or None."""
     return None if isinstance(field, msgspec.UnsetType) else field
 

@@ -22,7 +22,7 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
     Message,
     Receipt,
-    given,
+    or_none,
 )
 from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.transport.wire import decode, encode
@@ -126,7 +126,7 @@ class Claim:
             position_ids=request.position_ids,
             attention_mask=request.attention_mask,
             layer_masks=request.layer_masks or None,
-            token_ids=given(request.token_ids),
+            token_ids=or_none(request.token_ids),
             adapters=AdapterUse(adapters=self.adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
             prefix=tuple(tensor.to(dtype) for tensor in request.prefix),
         )

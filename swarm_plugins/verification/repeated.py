@@ -9,7 +9,7 @@ import torch
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, have_jumps
 from swarm_plugins.client.sessions.history import History
-from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep, given, or_unset
+from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep, or_none, or_unset
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 
 
@@ -21,7 +21,7 @@ def step_inputs(request: SessionStep, blocks: range, adapters: AdapterUse) -> Sp
         position_ids=request.position_ids,
         attention_mask=request.attention_mask,
         layer_masks=request.layer_masks or None,
-        token_ids=given(request.token_ids),
+        token_ids=or_none(request.token_ids),
         adapters=adapters,
     )
 

@@ -34,7 +34,7 @@ from swarm_plugins.transport.messages import (
     SessionOpen,
     SessionStep,
     SessionStepResponse,
-    given,
+    or_none,
 )
 from swarm_plugins.transport.receipts import check_receipt, history_after, request_hash
 from swarm_plugins.transport.wire import decode
@@ -269,7 +269,7 @@ def _check_shapes(
     def fits(step: SessionStep) -> bool:
         hidden, positions = step.hidden, step.position_ids
         is_batch = hidden.ndim == 3 and hidden.shape[0] == opened.batch_size
-        ids = given(step.token_ids)
+        ids = or_none(step.token_ids)
         are_ids = ids is None or ids.shape == hidden.shape[:2]
         return is_batch and are_ids and (positions is None or positions.shape[-1] == hidden.shape[1])
 

@@ -65,21 +65,21 @@ DECODERS = {
     *QUICK,
     *_names("""
         afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet codegen cohere2
-        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 diffllama doge dots1 dots3_note_text
-        ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma
-        gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt_bigcode gpt_neo gpt_neox_japanese
-        gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
-        hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text internlm3 iquestcoder jais2 jamba
-        jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba2 mellum
+        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v4 diffllama doge dots1
+        dots3_note_text ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint
+        gemma gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt_bigcode gpt_neo
+        gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+        helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text internlm3 iquestcoder jais2
+        jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba2 mellum
         mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
         modernbert-decoder mpt nanochat nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe qwen2
-        qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 vaultgemma
-        xglm youtu
+        qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open
+        starcoder2 vaultgemma xglm youtu
     """),
     # Language models in checkpoints with towers for images or sound.
     *_names("""
         dots3_note fuyu gemma3 gemma4_unified got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5
-        qwen3_5_moe
+        qwen3_5_moe qwen4_exp
     """),
 }
 """Decoders with the tokens, logits and gradients of the local model."""
@@ -93,7 +93,6 @@ WORKS = {*DECODERS, *ENCODERS}
 REFUSED = _reasons({
     "do not run apart from each other": "reformer",
     "gives its layers hidden states of shape": "cpmant gemma3n_text xlnet",
-    "depend on the ids of tokens": "deepseek_v4 qwen4_exp qwen4_exp_text",
     "take more than hidden states": "gemma4 gemma4_text",
     "hands on more than hidden states": "zaya",
     "do not run with the caches of a server": "minimax rwkv xlstm",

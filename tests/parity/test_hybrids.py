@@ -19,7 +19,7 @@ from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.testing.in_process import InProcessSwarm
 
-TYPES = ("qwen3_5_moe_text", "nemotron_h", "minimax_m3_vl_text")
+TYPES = ("qwen3_5_moe_text", "nemotron_h", "minimax_m3_vl_text", "qwen4_exp_text")
 SOME_MODES = ("greedy_padded", "beam_padded", "prefill_in_chunks", "several_turns", "copied_cache", "without_cache")
 QUICK = SwarmConfig(max_retries=6, request_timeout_s=20.0)
 PROMPT = {"input_ids": torch.arange(5, 12)[None], "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -139,6 +139,15 @@ def test_lora_on_projections_of_mixers_is_that_of_the_local_model(
     assert sorted(found) == sorted(wanted)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_model_whose_layers_take_ids_says_so_of_embeddings(tmp_path: Path) -> None:
+    directory = save_type("deepseek_v4", tmp_path)
+    with InProcessSwarm(directory) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        embeddings = torch.randn(1, 3, model.config.hidden_size)
+        with pytest.raises(SwarmError, match="layers of this model take the ids of tokens: call it with input_ids"):
+            model(inputs_embeds=embeddings)
 
 
 def test_lora_on_a_module_that_is_never_called_is_refused_by_name(tmp_path: Path) -> None:

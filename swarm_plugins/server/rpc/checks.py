@@ -23,7 +23,7 @@ from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import MASK_BYTES
 from swarm_plugins.transport.codec import has_non_finite
-from swarm_plugins.transport.messages import ForwardRequest, SessionStep, given
+from swarm_plugins.transport.messages import ForwardRequest, SessionStep, or_none
 
 _MAX_SEED = 2**63 - 1
 _MAX_TOGETHER = 16
@@ -170,7 +170,7 @@ def _check_mask(mask: Tensor | None, batch_size: int, length: int) -> None:
 
 def checked_ids(service: Service, request: ForwardRequest | SessionStep) -> Tensor | None:
     """Returns the ids of a request's tokens, if the blocks take them: others are not looked at."""
-    ids, size, expected = given(request.token_ids), service.spec.vocab_size, list(request.hidden.shape[:2])
+    ids, size, expected = or_none(request.token_ids), service.spec.vocab_size, list(request.hidden.shape[:2])
     if not size:
         return None
     if ids is None:

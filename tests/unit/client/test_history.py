@@ -86,6 +86,18 @@ def test_decode_steps_replay_as_one_prefill() -> None:
     assert merged[0].position_ids.tolist() == [list(range(50))]
 
 
+def test_ids_of_tokens_follow_their_tokens() -> None:
+    history = History()
+    for first, tokens in ((0, 3), (3, 1), (4, 2)):
+        one = step(tokens, first, 2, mask=False)
+        history.append(replace(one, token_ids=one.hidden[..., 0].long()))
+    history.apply(CacheOp(kind="crop", indices=(5,)))
+    history.apply(CacheOp(kind="select", indices=(1, 1, 0)))
+    (merged,) = history.merged()
+    assert merged.token_ids is not None
+    assert torch.equal(merged.token_ids, merged.hidden[..., 0].long())
+
+
 def test_steps_with_different_adapters_stay_apart() -> None:
     history = History()
     other = AdapterUse(rows=(0, -1))

@@ -29,6 +29,7 @@ from swarm_plugins.transport.messages import (
     Message,
     SessionOpen,
     SessionStep,
+    or_none,
 )
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import END_FRAME, decode, encode, parse_header
@@ -104,6 +105,16 @@ def test_all_fields_of_nested_messages_survive() -> None:
     assert received.forward.dropout_seed == 5
     assert torch.equal(received.grad_hidden, sent.grad_hidden)
     assert torch.equal(received.grad_router_logits[0], sent.grad_router_logits[0])
+
+
+def test_ids_of_tokens_survive_and_are_left_out_elsewhere() -> None:
+    ids = torch.tensor([[3, 1 << 40]])
+    received = decode(frame(forward(torch.randn(1, 2, 8), token_ids=ids)))
+    assert isinstance(received, ForwardRequest)
+    found = or_none(received.token_ids)
+    assert found is not None
+    assert torch.equal(found, ids)
+    assert b"token_ids" not in frame(forward(torch.randn(1, 2, 8)))
 
 
 def test_what_tokens_of_an_image_see_survives_and_is_left_out_elsewhere() -> None:

@@ -20,7 +20,7 @@ MASK = torch.ones_like(IDS)
 MASK[1, :5] = 0
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe_text", "nemotron_h"])
+@pytest.fixture(scope="module", params=["qwen3_5_moe_text", "nemotron_h", "qwen4_exp_text"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose blocks keep states."""
     return save_type(request.param, tmp_path_factory.mktemp(request.param))

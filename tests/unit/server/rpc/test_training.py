@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 import torch
@@ -49,6 +51,35 @@ async def test_masks_that_take_too_much_memory_are_refused(service: Service) -> 
     async with playing(service) as ask:
         answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, layer_masks=MASKS))
         refused(answer, "bad_request", "2 x 3 new tokens to 3 take about 396 bytes, the limit is 300: send fewer rows")
+
+
+IDS = torch.tensor([[0, 1, 2], [9, 8, 7]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        pytest.param(msgspec.UNSET, r"take the ids of tokens: send token_ids of shape \[2, 3\]", id="missing"),
+        pytest.param(IDS[:1], r"int64 of shape \[1, 3\], expected int64 of shape \[2, 3\]", id="rows"),
+        pytest.param(IDS.float(), "token_ids are float32", id="floats"),
+        pytest.param(IDS + 1, "token_ids run from 1 to 10, the model has ids 0 to 9", id="beyond"),
+        pytest.param(IDS - 1, "token_ids run from -1 to 8", id="negative"),
+    ],
+)
+async def test_wrong_ids_of_tokens_are_refused(
+    service: Service, runner: FakeRunner, ids: torch.Tensor, words: str
+) -> None:
+    runner.spec = dataclasses.replace(runner.spec, vocab_size=10)
+    async with playing(service) as ask:
+        refused(await ask("rpc_forward", msgspec.structs.replace(FORWARD, token_ids=ids)), "bad_request", words)
+        answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, token_ids=IDS))
+        assert isinstance(answer, ForwardResponse)
+
+
+async def test_ids_of_tokens_that_blocks_do_not_take_are_not_looked_at(service: Service) -> None:
+    async with playing(service) as ask:
+        answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, token_ids=IDS.float()))
+        assert isinstance(answer, ForwardResponse)
 
 
 async def test_forward_then_backward_by_ticket_runs_the_blocks_once(service: Service, runner: FakeRunner) -> None:
