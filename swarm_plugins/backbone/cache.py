@@ -37,6 +37,8 @@ class RemoteCacheState:
         self.length = prefix[0].shape[2] if prefix else 0
         self.adapter_rows: tuple[int, ...] = ()
         """Of the last step, if adapters of its rows began late."""
+        self.is_torn = False
+        """Whether a step failed that states of local blocks, which cannot go back, have seen."""
         self._ops: list[CacheOp] = []
         self._session: ClientSession | None = None
         self._release: Callable[[], object] | None = None
@@ -97,7 +99,7 @@ class RemoteCacheState:
         """Forgets everything, closes the session and frees its memory."""
         if self._release is not None:
             self._release()
-        self.length, self.prefix, self.adapter_rows = 0, (), ()
+        self.length, self.prefix, self.adapter_rows, self.is_torn = 0, (), (), False
         self._session = self._release = None
         self._ops, self._owed = [], []
 
@@ -114,7 +116,7 @@ class RemoteCacheState:
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheState:
         twin = RemoteCacheState(self.remote, self.blocks, self.prefix)
         memo[id(self)] = twin
-        twin.length, twin.adapter_rows = self.length, self.adapter_rows
+        twin.length, twin.adapter_rows, twin.is_torn = self.length, self.adapter_rows, self.is_torn
         twin._ops = list(self._ops)
         twin._owed = list(self._owed)
         if self._session is not None:
@@ -300,7 +302,7 @@ def run_cached(
         state.adapter_rows = use.rows or ()
         inputs = replace(inputs, adapters=use)
     before: Sequence[Any] = cache.layers[: inputs.blocks.start]
-    _check_lengths(before, state.length + inputs.hidden.shape[1])
+    _check_lengths(before, state, inputs.hidden.shape[1])
     try:
         return _run_once(remote, inputs, state)
     except BaseException:
@@ -309,15 +311,19 @@ def run_cached(
             # Beyond its window a sliding layer cannot; the next step says so.
             with contextlib.suppress(RuntimeError):
                 layer.crop(-inputs.hidden.shape[1])
+        state.is_torn = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in before)
         raise
 
 
-def _check_lengths(local: Sequence[Any], length: int) -> None:
+def _check_lengths(local: Sequence[Any], state: RemoteCacheState, num_new: int) -> None:
     """Raises UnsupportedError if local blocks have not seen exactly as many tokens as the remote ones will."""
-    seen = int(local[0].get_seq_length()) if local else length
-    if seen != length:
+    length = state.length + num_new
+    counting = (layer for layer in local if isinstance(layer, CacheLayerMixin))
+    seen = next((int(layer.get_seq_length()) for layer in counting), length)
+    if state.is_torn or seen != length:
+        holds = f"{seen} tokens" if seen != length else "states"
         raise UnsupportedError(
-            f"the cache holds {seen} tokens of the local blocks and {length} of the remote ones: an earlier step "
+            f"the cache holds {holds} of the local blocks and {length} tokens of the remote ones: an earlier step "
             "failed half-way; start with a new cache"
         )
 

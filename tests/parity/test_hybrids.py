@@ -141,6 +141,26 @@ def test_lora_on_projections_of_mixers_is_that_of_the_local_model(
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
+def test_local_blocks_with_states_run_before_remote_ones(
+    directory: Path, swarm: InProcessSwarm, local: PreTrainedModel
+) -> None:
+    model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=(1, 0))
+    assert model.generate(**PROMPT).tolist() == local.generate(**PROMPT).tolist()
+
+
+def test_states_of_local_blocks_that_have_seen_a_failed_step_are_not_used(tmp_path: Path) -> None:
+    directory = save_type("qwen3_5_moe_text", tmp_path)
+    ids, new = PROMPT["input_ids"], torch.tensor([[3]])
+    with InProcessSwarm(directory, config=QUICK) as swarm, torch.no_grad():
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=(1, 0))
+        cache = model(input_ids=ids).past_key_values
+        swarm.kill(swarm.peers[-1])
+        with pytest.raises(SwarmError, match="no living server"):
+            model(input_ids=new, past_key_values=cache)
+        with pytest.raises(SwarmError, match=r"holds states of the local blocks .* start with a new cache"):
+            model(input_ids=new, past_key_values=cache)
+
+
 def test_a_model_whose_layers_take_ids_says_so_of_embeddings(tmp_path: Path) -> None:
     directory = save_type("deepseek_v4", tmp_path)
     with InProcessSwarm(directory) as swarm:
