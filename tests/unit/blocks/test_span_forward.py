@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -185,16 +184,16 @@ class Adding(LlamaDecoderLayer):
 
 
 @pytest.mark.parametrize(
-    ("extra", "reason"),
+    ("extra", "found"),
     [
-        pytest.param(lambda model, ids: model.embed_tokens(ids), "take more than hidden states", id="embeddings"),
-        pytest.param(lambda model, ids: ids[..., None], "depend on the ids of tokens", id="ids"),
-        pytest.param(lambda model, ids: 0.5, None, id="constant"),
+        pytest.param(lambda model, ids: model.embed_tokens(ids), "refused", id="embeddings"),
+        pytest.param(lambda model, ids: ids[..., None], "takes ids", id="ids"),
+        # As a table in which some tokens have the same experts.
+        pytest.param(lambda model, ids: (ids > 100)[..., None], "takes ids", id="few-ids"),
+        pytest.param(lambda model, ids: 0.5, "takes none", id="constant"),
     ],
 )
-def test_blocks_that_take_more_than_hidden_states_are_refused(
-    extra: Callable[[Any, Tensor], Any], reason: str | None
-) -> None:
+def test_what_blocks_take_besides_hidden_states_is_found_out(extra: Callable[[Any, Tensor], Any], found: str) -> None:
     model = base(tiny_model("llama"))
     for layer in model.layers:
         layer.__class__ = Adding
@@ -207,5 +206,9 @@ def test_blocks_that_take_more_than_hidden_states_are_refused(
     model.__class__ = type("Feeding", (type(model),), {"forward": forward})
     take_out(model, "layers")
     fill_in(model, torch.float32, torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match=f"blocks of Feeding {reason}") if reason else nullcontext():
-        probe(CutModel(model, "layers", BLOCKS, torch.float32))
+    cut = CutModel(model, "layers", BLOCKS, torch.float32)
+    if found == "refused":
+        with pytest.raises(UnsupportedError, match="blocks of Feeding take more than hidden states"):
+            probe(cut)
+    else:
+        assert probe(cut).takes_ids == (found == "takes ids")
