@@ -24,12 +24,14 @@ def tied_blocks(config: PreTrainedConfig) -> frozenset[int]:
     chosen: Sequence[str] = getattr(config, "indexer_types", None) or ()
     shared: Sequence[str | None] = getattr(config, "kv_sharing_modes", None) or ()
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(shared)
+    number = int(getattr(config, "num_hidden_layers", 0) or 0)
     tied = {block for block, kind in enumerate(chosen) if kind == "shared"}
     for block, mode in enumerate(shared):
         if str(mode).startswith("reuse"):
             stored = (one for one in range(block) if shared[one] == "store" and kinds[one] == kinds[block])
             tied.update(range(max(stored, default=0) + 1, block + 1))
-    return frozenset(tied)
+    # A list may have entries for layers that predict further tokens, which are none of these blocks.
+    return frozenset(block for block in tied if 0 < block < number)
 
 
 def pieces(blocks: range, tied: Collection[int]) -> list[range]:

@@ -30,6 +30,9 @@ GEMMA = Gemma4TextConfig(**SHARING)
     [
         pytest.param(LlamaConfig(), set(), id="none"),
         pytest.param(GLM, {1, 3, 4}, id="chosen-tokens"),
+        pytest.param(
+            GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["shared", "shared", "shared"]), {1}, id="longer-list"
+        ),
         # Block 4 makes the keys of sliding layers 5 and 7, block 2 those of the full layer 6.
         pytest.param(GEMMA, {3, 4, 5, 6, 7}, id="keys-and-values"),
         pytest.param(Gemma4Config(text_config=SHARING), {3, 4, 5, 6, 7}, id="of-the-language-model"),
