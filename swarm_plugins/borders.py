@@ -26,7 +26,10 @@ def tied_blocks(config: PreTrainedConfig) -> frozenset[int]:
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(shared)
     number = int(getattr(config, "num_hidden_layers", 0) or 0)
     tied = {block for block, kind in enumerate(chosen) if kind == "shared"}
-    for block, mode in enumerate(shared):
+    sources: Sequence[int] = getattr(config, "kv_source_layers", None) or ()
+    for block, source in enumerate(sources):
+        tied.update(range(source + 1, block + 1))
+    for block, mode in enumerate(shared if not sources else ()):
         if str(mode).startswith("reuse"):
             stored = (one for one in range(block) if shared[one] == "store" and kinds[one] == kinds[block])
             tied.update(range(max(stored, default=0) + 1, block + 1))

@@ -311,8 +311,14 @@ def run_cached(
             # Beyond its window a sliding layer cannot; the next step says so.
             with contextlib.suppress(RuntimeError):
                 layer.crop(-inputs.hidden.shape[1])
-        state.is_torn = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in before)
+        state.is_torn = any(map(_stays_ahead, before))
         raise
+
+
+def _stays_ahead(layer: Any) -> bool:
+    """Returns whether a local layer has states that do not go back with its keys and values."""
+    is_of_family = type(layer).__module__ != Cache.__module__ and "crop" not in vars(type(layer))
+    return is_of_family or isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def _check_lengths(local: Sequence[Any], state: RemoteCacheState, num_new: int) -> None:

@@ -202,6 +202,9 @@ class KVCache:
     def advance(self, new_tokens: int) -> None:
         """Counts the tokens and states of a step."""
         if self.has_states:
+            for state in self.new_states.values():
+                if isinstance(state, OwnState):
+                    state.compact()
             self._before = (self.length, self.states)
             self.states, self.new_states = {**self.states, **self.new_states}, {}
         self.length += new_tokens
@@ -243,7 +246,8 @@ class KVCache:
         if rows != list(range(self.batch_size)):
             if self._num_rows_kept:
                 self._keep_rows(max(len(rows), self._num_rows_kept))
-            self._move(self.capacity, rows)
+            # Not with room for tokens that are gone: a crop leaves it, and other rows would multiply it.
+            self._move(in_pages(self.length), rows)
             index = torch.tensor(rows, device=self._device)
             self.states = {key: state.index_select(0, index) for key, state in self.states.items()}
             self._before = None

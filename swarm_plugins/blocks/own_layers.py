@@ -36,12 +36,24 @@ class OwnState:
         vars(layer).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
         return OwnState(layer)
 
+    def compact(self) -> None:
+        """Lets go of what its tensors are only views of, such as the tokens of a whole prompt."""
+        _compact(vars(self.layer))
+
     def index_select(self, dim: int, index: Tensor) -> OwnState:
         """Returns the state of other rows."""
         twin = self.clone()
         with torch.inference_mode():
             twin.layer.reorder_cache(index)
         return twin
+
+
+def _compact(attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        if isinstance(value, dict):
+            _compact(value)
+        elif isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            attributes[name] = value.clone()
 
 
 def _tensors(attributes: dict[str, Any]) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.borders import pieces, tied_blocks, tied_inside
 from swarm_plugins.checkpoint.partition import num_blocks_of
-from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
+from swarm_plugins.errors import ProtocolError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.versions import ModelVersion
 
@@ -183,7 +183,15 @@ class LocalBlocks:
         return outputs
 
     def _pieces(self, blocks: range) -> list[range]:
-        return pieces(blocks, tied_blocks(self._opened().config))
+        return pieces(blocks, self._tied_of(blocks))
+
+    def _tied_of(self, blocks: range) -> frozenset[int]:
+        """Returns the tied blocks of the model; evidence of others may name blocks that it does not have."""
+        config = self._opened().config
+        num_blocks = num_blocks_of(config)
+        if blocks.start < 0 or blocks.stop > num_blocks:
+            raise ProtocolError(f"blocks {blocks.start}:{blocks.stop} are to be computed, the model has 0:{num_blocks}")
+        return tied_blocks(config)
 
     def _span(self, piece: range, kind: Kind) -> Span:
         key = (piece, kind)
@@ -254,4 +262,4 @@ class LocalBlocks:
     @_in_thread
     def tied_inside(self, blocks: range) -> frozenset[int]:
         """Returns which of some blocks are tied to another of them, as the checkpoint's config says."""
-        return tied_inside(blocks, tied_blocks(self._opened().config))
+        return tied_inside(blocks, self._tied_of(blocks))

@@ -49,6 +49,9 @@ from swarm_plugins.verification.shadow import Shadow
 
 M = TypeVar("M", bound=Message)
 
+_MOST_BLOCKS = 1 << 16
+"""Of a model: whoever makes evidence may write any number."""
+
 
 Replay = Callable[[LocalBlocks], Awaitable[list[Verdict]]]
 """Computes blocks again and compares; raises SwarmError if they cannot be read or run here."""
@@ -210,7 +213,12 @@ def _opening(evidence: Evidence, forward: ForwardRequest, grad: Tensor | None) -
     if frames is None:
         return None
     request, states = _read(frames.request, CommitRequest), _read(frames.states, OpenedStates).states
-    starts = [piece.start for piece in pieces(range(request.forward.start, request.forward.end), frames.tied)]
+    blocks = range(request.forward.start, request.forward.end)
+    if not 0 <= blocks.start < blocks.stop <= _MOST_BLOCKS:
+        raise ProtocolError(
+            f"the evidence is about blocks {blocks.start}:{blocks.stop}, expected some of 0:{_MOST_BLOCKS}"
+        )
+    starts = [piece.start for piece in pieces(blocks, frozenset(frames.tied))]
     due = state_indices(starts, frames.blocks, has_grad=request.grad is not None)
     if not frames.blocks or any(block not in starts for block in frames.blocks) or frames.indices != due:
         raise ProtocolError(f"the evidence opens states {frames.indices} at blocks {frames.blocks}, expected {due}")

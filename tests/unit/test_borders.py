@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import Gemma4Config, Gemma4TextConfig, GlmMoeDsaConfig, LlamaConfig, PreTrainedConfig
@@ -23,6 +24,7 @@ SHARING = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2,
 }
 GEMMA = Gemma4TextConfig(**SHARING)
+SOURCES = SimpleNamespace(num_hidden_layers=6, kv_source_layers=[0, 1, 2, 3, 0, 3])
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,15 @@ GEMMA = Gemma4TextConfig(**SHARING)
         pytest.param(GLM, {1, 3, 4}, id="chosen-tokens"),
         pytest.param(
             GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["shared", "shared", "shared"]), {1}, id="longer-list"
+        ),
+        pytest.param(
+            SimpleNamespace(
+                get_text_config=lambda decoder: SimpleNamespace(
+                    num_hidden_layers=6, kv_source_layers=[0, 1, 2, 3, 0, 3]
+                )
+            ),
+            {1, 2, 3, 4, 5},
+            id="named-sources",
         ),
         # Block 4 makes the keys of sliding layers 5 and 7, block 2 those of the full layer 6.
         pytest.param(GEMMA, {3, 4, 5, 6, 7}, id="keys-and-values"),

@@ -56,6 +56,18 @@ def test_sessions_take_whole_pages() -> None:
     assert held(session)[1] == [1000.0 + number for number in range(PAGE_TOKENS + 1)]
 
 
+def test_room_for_tokens_that_are_gone_is_not_multiplied_by_rows() -> None:
+    pool = KVPool(1 << 24)
+    session = session_of(pool)
+    fill(session, 10 * PAGE_TOKENS)
+    session.crop(1)
+    asked = session.growth_bytes(100, 2)
+    before = session.num_bytes
+    session.select([0] * 100)
+    session.reserve(1)
+    assert session.num_bytes == 100 * PAGE_TOKENS * TOKEN_BYTES <= before + asked
+
+
 def test_a_block_with_two_attentions_keeps_both_apart() -> None:
     layout = BlockKV(2, 3, 1, 4, torch.float32, slots=2)
     assert layout.token_bytes == 2 * LAYOUT._replace(value_heads=1, value_width=4).token_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from type_models import save_type
 
 from swarm_plugins.blocks import KVCache, Span, StepInputs, load_span
 from swarm_plugins.blocks.kv import PAGE_TOKENS, RewindError
+from swarm_plugins.blocks.own_layers import OwnState
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, ConfigError
 
@@ -117,6 +119,14 @@ def test_padding_behind_cached_tokens_is_refused(span: Span) -> None:
     mask = torch.tensor([[True] * 4 + [False, True]])
     with pytest.raises(ConfigError, match="send the whole prompt with that"):
         span.step([StepInputs(cache=cache, blocks=BLOCKS, hidden=hidden(1, 2), attention_mask=mask)])
+
+
+def test_states_do_not_hold_the_prompt_that_they_are_cut_out_of() -> None:
+    layer = SimpleNamespace(kept={"buffer": torch.zeros(1, 100, 4)[:, 98:]}, whole=torch.ones(2))
+    state = OwnState(layer)
+    state.compact()
+    assert layer.kept["buffer"].untyped_storage().nbytes() == 2 * 4 * 4
+    assert state.nbytes == 2 * 4 * 4 + 2 * 4
 
 
 def test_states_are_counted_in_the_budget(span: Span) -> None:

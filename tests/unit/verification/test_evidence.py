@@ -136,3 +136,10 @@ def test_swarm_audit_lists_replays_and_forgives(llama: Path, mixtral: Path, cach
     assert f"signed by {peer}: yes" in audit(str(file), "--model", str(llama))
     assert "may be used again" in audit(peer, "--forgive")
     assert "No server is in quarantine" in audit()
+
+
+@pytest.mark.parametrize("end", [1 << 60, 5])
+def test_blocks_that_the_model_does_not_have_are_refused_at_once(llama: Path, end: int) -> None:
+    blocks = LocalBlocks(lambda: Checkpoint.open(llama), limit_bytes=0)
+    with pytest.raises(ProtocolError, match=f"blocks 2:{end} are to be computed, the model has 0:4"):
+        asyncio.run(blocks.tied_inside(range(2, end)))
