@@ -200,7 +200,7 @@ class CutModel:
     ) -> Tensor:
         """Runs the model's forward with a call in force; returns what its last block hands on.
 
-        ``ids`` are those of tokens, ``[B, S]``. None: blocks do not depend on them.
+        ``ids`` are the token ids, ``[B, S]``. None: the blocks do not depend on them.
         """
         outputs: list[Tensor] = []
         call.table = self._between_borders(call, hidden, outputs.append)

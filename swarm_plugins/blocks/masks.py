@@ -14,7 +14,7 @@ from swarm_plugins.block_io import SpanInputs
 def masks_of(
     inputs: SpanInputs, padding: Tensor | None, before: int, *, attention: str, config: Any
 ) -> Tensor | dict[str, Any] | None:
-    """Returns what a decoder takes as its mask: the padding, of which it makes masks itself, or masks that are made.
+    """Returns a decoder's mask argument: the padding mask, from which it makes its own masks, or finished masks.
 
     Args:
         inputs: The new tokens.

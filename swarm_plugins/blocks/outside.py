@@ -17,7 +17,7 @@ _ABSENT = "_swarm_absent"
 
 
 def take_out(model: nn.Module, layer_path: str) -> None:
-    """Takes all weights but those of the layer list out of a model that has not been loaded yet."""
+    """Removes all weights outside the layer list from a model whose weights are not loaded yet."""
     for name, module in model.named_modules():
         if name == layer_path or name.startswith(f"{layer_path}."):
             continue

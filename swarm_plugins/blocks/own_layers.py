@@ -1,7 +1,7 @@
 """What a family's own class of cache layers keeps besides keys and values, such as compressed tokens.
 
-Attention gets at it by ``past_key_values.layers[index]``. Keys and values are not kept there, but by the session's
-cache like those of others. Such layers never change a tensor in place: a copy of their attributes copies their state.
+Attention reads it from ``past_key_values.layers[index]``. Keys and values stay in the session's cache, as for any other
+family. Such layers never change a tensor in place, so copying their attributes copies their state.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def padding_of(step: StepInputs) -> Tensor | None:
 
 
 class ApartPast(Past):
-    """The caches of several sessions, each of which attends to its own.
+    """The caches of several sessions; each session attends only to its own.
 
     Args:
         length: Tokens before the new ones, as far as the model can tell.

@@ -73,7 +73,7 @@ class StatefulPast(Past):
     Args:
         length: Tokens before the new ones.
         old: The states of these. None: there are none.
-        new: Gets those of the new tokens.
+        new: Filled with the states after the new tokens.
         own: Makes the cache layers of a family's own kind. None: there are none.
     """
 
@@ -132,7 +132,7 @@ class StatefulPast(Past):
     def _get(self, key: tuple[int, str, int]) -> Tensor | None:
         found = self._new.get(key)
         if found is None and key in self._old:
-            # Kernels for single tokens change it in place, and tell nobody; the old one has to stay.
+            # Single-token kernels silently update it in place, and the old state must survive.
             found = self._new[key] = self._copied(key)
         return cast("Tensor | None", found)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
 from swarm_plugins.layer_masks import LayerMasks
 from swarm_plugins.transport.run_messages import BlobPart, BlobRequest, RunStatus
-from swarm_plugins.transport.server_info import BaseMessage, InfoRequest, ServerInfo
+from swarm_plugins.transport.server_info import BaseMessage, EchoRequest, EchoResponse, InfoRequest, ServerInfo
 
 Codec = Literal["none", "float16", "bfloat16", "rotated8"]
 """Packing of floating tensors on the wire; see `swarm_plugins.transport.codec`."""
@@ -56,22 +56,6 @@ class Failure(BaseMessage, kw_only=True):
 
     kind: FailureKind
     message: str
-
-
-MAX_ECHO_BYTES = 1 << 18
-
-
-class EchoRequest(BaseMessage, kw_only=True):
-    """Asks for the same bytes back, as the first message or between others of ``rpc_info``: measures the network."""
-
-    payload: Tensor
-    """``[bytes]``, uint8, at most ``MAX_ECHO_BYTES``."""
-
-
-class EchoResponse(BaseMessage, kw_only=True):
-    """Returns the bytes of an echo request."""
-
-    payload: Tensor
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,16 +101,6 @@ class _BlockRequest(BaseMessage, kw_only=True):
     reply_codec: Codec = "none"
     nonce: ShortBytes = b""
     """Random bytes; if there are any, the answer has a receipt. So in all requests."""
-
-
-def or_none(field: Tensor | msgspec.UnsetType) -> Tensor | None:
-    """Returns the tensor of a field that may be left out, or None."""
-    return None if isinstance(field, msgspec.UnsetType) else field
-
-
-def or_unset(tensor: Tensor | None) -> Tensor | msgspec.UnsetType:
-    """Returns a tensor for a field that is left out if there is none."""
-    return msgspec.UNSET if tensor is None else tensor
 
 
 class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

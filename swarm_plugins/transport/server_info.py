@@ -1,10 +1,11 @@
-"""What a server says of itself."""
+"""The messages of ``rpc_info``: what a server says of itself, and echoes, which measure the network."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+from torch import Tensor
 
 
 class BaseMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -84,3 +85,19 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     """Codecs that it knows; ``none`` and ``float16``, which all servers know, need not be named."""
     round_trips: tuple[tuple[str, float], ...] = ()
     """Seconds to some servers of neighboring blocks and back, by peer id, as the server measured."""
+
+
+MAX_ECHO_BYTES = 1 << 18
+
+
+class EchoRequest(BaseMessage, frozen=True, kw_only=True):
+    """Asks for the same bytes back, as the first message or between others of ``rpc_info``: measures the network."""
+
+    payload: Tensor
+    """``[bytes]``, uint8, at most ``MAX_ECHO_BYTES``."""
+
+
+class EchoResponse(BaseMessage, frozen=True, kw_only=True):
+    """Returns the bytes of an echo request."""
+
+    payload: Tensor

@@ -22,8 +22,8 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
     Message,
     Receipt,
-    or_none,
 )
+from swarm_plugins.transport.optional import or_none
 from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.local_blocks import Kind

@@ -9,7 +9,8 @@ import torch
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, have_jumps
 from swarm_plugins.client.sessions.history import History
-from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep, or_none, or_unset
+from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep
+from swarm_plugins.transport.optional import or_none, or_unset
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 
 

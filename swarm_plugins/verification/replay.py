@@ -34,8 +34,8 @@ from swarm_plugins.transport.messages import (
     SessionOpen,
     SessionStep,
     SessionStepResponse,
-    or_none,
 )
+from swarm_plugins.transport.optional import or_none
 from swarm_plugins.transport.receipts import check_receipt, history_after, request_hash
 from swarm_plugins.transport.wire import decode
 from swarm_plugins.verification.claims import Claim, travelled

@@ -27,8 +27,8 @@ from swarm_plugins.transport.messages import (
     SessionOpened,
     SessionStep,
     SessionStepResponse,
-    or_unset,
 )
+from swarm_plugins.transport.optional import or_unset
 
 if TYPE_CHECKING:
     from swarm_plugins.client.peers import Peers

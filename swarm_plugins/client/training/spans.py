@@ -18,8 +18,8 @@ from swarm_plugins.transport.messages import (
     BackwardResponse,
     ForwardRequest,
     ForwardResponse,
-    or_unset,
 )
+from swarm_plugins.transport.optional import or_unset
 
 if TYPE_CHECKING:
     from swarm_plugins.client.calls.retries import ChainRetries

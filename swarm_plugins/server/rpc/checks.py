@@ -23,7 +23,8 @@ from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import MASK_BYTES
 from swarm_plugins.transport.codec import has_non_finite
-from swarm_plugins.transport.messages import ForwardRequest, SessionStep, or_none
+from swarm_plugins.transport.messages import ForwardRequest, SessionStep
+from swarm_plugins.transport.optional import or_none
 
 _MAX_SEED = 2**63 - 1
 _MAX_TOGETHER = 16

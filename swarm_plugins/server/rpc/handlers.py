@@ -15,8 +15,8 @@ from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import ExpertsService, Service
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import MAX_ECHO_BYTES, Codec, EchoRequest, EchoResponse, Message
-from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
+from swarm_plugins.transport.messages import Codec, Message
+from swarm_plugins.transport.server_info import MAX_ECHO_BYTES, EchoRequest, EchoResponse, InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import tensor_bytes
 
 log = logging.getLogger(__name__)

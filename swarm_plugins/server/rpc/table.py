@@ -21,13 +21,12 @@ from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
     DrainRequest,
-    EchoRequest,
     ExpertsRequest,
     ForwardRequest,
     Message,
     NormsRequest,
 )
-from swarm_plugins.transport.server_info import InfoRequest
+from swarm_plugins.transport.server_info import EchoRequest, InfoRequest
 
 _ANSWERS: dict[str, tuple[Callable[..., Awaitable[Answer]], tuple[type[Message], ...]]] = {
     "rpc_info": (answer_info, (InfoRequest, EchoRequest)),

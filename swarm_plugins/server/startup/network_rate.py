@@ -14,7 +14,7 @@ import torch
 
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.transport.channel import Channel, Directory, Opener
-from swarm_plugins.transport.messages import MAX_ECHO_BYTES, EchoRequest, EchoResponse
+from swarm_plugins.transport.server_info import MAX_ECHO_BYTES, EchoRequest, EchoResponse
 
 log = logging.getLogger(__name__)
 

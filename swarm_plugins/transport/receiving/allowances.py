@@ -12,7 +12,6 @@ from swarm_plugins.transport.messages import (
     BackwardRequest,
     CommitRequest,
     DrainRequest,
-    EchoRequest,
     ExpertsRequest,
     ForwardRequest,
     Message,
@@ -22,7 +21,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
 )
 from swarm_plugins.transport.run_messages import BlobRequest, RunStatus
-from swarm_plugins.transport.server_info import InfoRequest
+from swarm_plugins.transport.server_info import EchoRequest, InfoRequest
 
 _PADDING_BYTES = 1 << 20
 """Of metadata and tensors."""

@@ -18,9 +18,8 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.routing import Demand
 from swarm_plugins.server.distances import keep_measured, neighbors, round_trips
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.messages import EchoRequest, EchoResponse
 from swarm_plugins.transport.records import MAX_ROUND_TRIPS
-from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.transport.server_info import EchoRequest, EchoResponse, ServerInfo
 from swarm_plugins.versions import ModelVersion
 
 VERSION = ModelVersion("tiny", "a" * 40)

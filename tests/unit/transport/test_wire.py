@@ -29,8 +29,8 @@ from swarm_plugins.transport.messages import (
     Message,
     SessionOpen,
     SessionStep,
-    or_none,
 )
+from swarm_plugins.transport.optional import or_none
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import END_FRAME, decode, encode, parse_header
 

@@ -16,8 +16,8 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.startup.network_rate import network_rate
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import MAX_ECHO_BYTES, EchoRequest, EchoResponse, Failure
-from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.transport.messages import Failure
+from swarm_plugins.transport.server_info import MAX_ECHO_BYTES, EchoRequest, EchoResponse, ServerInfo
 
 INFO = ServerInfo(version=VERSION, model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
 
