@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,44 +71,44 @@ def compare_with_local(remote: PreTrainedModel, directory: Path) -> None:
     """
     local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     for what, say in (("a prompt", _prompt), ("a padded batch", _padded)):
-        _check_said(what, said(remote, *say()), said(local, *say()))
+        _check_said(what, said(remote, say()), said(local, say()))
     _check_equal("logits of a padded batch", padded_logits(remote), padded_logits(local))
     _check_gradients(gradients(remote), gradients(local), owned=_owned(remote))
 
 
-def _prompt() -> tuple[Tensor, Tensor]:
+def _prompt() -> dict[str, Tensor]:
     """Returns a prompt ``[1, 12]`` and its mask."""
     ids = _tokens(12)
-    return ids, torch.ones_like(ids)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _padded() -> tuple[Tensor, Tensor]:
+def _padded() -> dict[str, Tensor]:
     """Returns prompts of lengths 5 and 9, padded on the left, ``[2, 9]``, and their mask."""
     ids = torch.zeros(2, 9, dtype=torch.long)
     ids[0, 4:], ids[1] = _tokens(5)[0], _tokens(9, seed=2)[0]
-    return ids, (ids != 0).long()
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def said(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[list[list[int]], Tensor]:
+def said(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[list[list[int]], Tensor]:
     """Returns the greedy continuation of prompts, and the logits ``[steps, batch, vocabulary]`` it was taken from."""
     answer = model.generate(
-        ids,
-        attention_mask=mask,
+        **inputs,
         do_sample=False,
         max_new_tokens=NUM_NEW,
         min_new_tokens=NUM_NEW,
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
+        **options,
     )
-    return answer.sequences[:, ids.shape[1] :].tolist(), torch.stack(answer.logits)
+    return answer.sequences[:, inputs["input_ids"].shape[1] :].tolist(), torch.stack(answer.logits)
 
 
 @torch.no_grad()
 def padded_logits(model: PreTrainedModel) -> Tensor:
     """Returns logits ``[14, vocabulary]`` at the tokens of the padded batch."""
-    ids, mask = _padded()
-    return model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    inputs = _padded()
+    return model(**inputs).logits[inputs["attention_mask"].bool()]
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from every_type import NUM_NEW, TOLERANCE
+from every_type import TOLERANCE, said
 from image_models import SETTINGS, prompts, save_image_type
 from lies_kit import finish_checks, verifier_of
 from package_imports import ROOT
@@ -53,21 +53,6 @@ def models(
     config, spans = SwarmConfig(**{"micro_batches": 1, **settings}), spans or SPANS.get(model_type)
     with InProcessSwarm(directory, spans=spans, config=config) as swarm:
         yield AutoSwarmModelForImageTextToText.from_pretrained(directory, connection=swarm.connection), local, swarm
-
-
-def said(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[list[list[int]], Tensor]:
-    """Returns the greedy continuation of prompts, and the logits it was taken from."""
-    answer = model.generate(
-        **inputs,
-        do_sample=False,
-        max_new_tokens=NUM_NEW,
-        min_new_tokens=NUM_NEW,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **options,
-    )
-    return answer.sequences[:, inputs["input_ids"].shape[1] :].tolist(), torch.stack(answer.logits)
 
 
 def check_equal(remote: Tensor, local: Tensor) -> None:
