@@ -38,7 +38,7 @@ class RemoteCacheState:
         self.adapter_rows: tuple[int, ...] = ()
         """Of the last step, if adapters of its rows began late."""
         self.is_torn = False
-        """Whether a step failed that states of local blocks, which cannot go back, have seen."""
+        """Whether a call has failed that states of local blocks, which cannot go back, may have seen."""
         self._ops: list[CacheOp] = []
         self._session: ClientSession | None = None
         self._release: Callable[[], object] | None = None
@@ -311,8 +311,18 @@ def run_cached(
             # Beyond its window a sliding layer cannot; the next step says so.
             with contextlib.suppress(RuntimeError):
                 layer.crop(-inputs.hidden.shape[1])
-        state.is_torn = any(map(_stays_ahead, before))
         raise
+
+
+def note_failure(cache: Cache) -> None:
+    """Notes that a call of the decoder has failed, which states of local blocks may have seen in part."""
+    ahead = [layer for layer in cache.layers if not isinstance(layer, RemoteCacheLayer) and _stays_ahead(layer)]
+    state = remote_state(cache)
+    if state is not None:
+        state.is_torn |= bool(ahead)
+        return
+    for layer in ahead:  # of a first step: there was nothing before
+        layer.reset()
 
 
 def _stays_ahead(layer: Any) -> bool:

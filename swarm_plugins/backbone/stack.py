@@ -20,7 +20,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from swarm_plugins.backbone.adapter_reader import AdapterReader
 from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
-from swarm_plugins.backbone.cache import run_cached
+from swarm_plugins.backbone.cache import note_failure, run_cached
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, flat, in_streams, is_same
 from swarm_plugins.borders import NO_TIES
@@ -137,8 +137,11 @@ class RemoteStack:
         self._local.called_with = by_name(type(decoder), args, kwargs)
         return args, kwargs
 
-    def _leave(self, *_: Any) -> None:
-        self._local.called_with = self._local.running = None
+    def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        called_with, self._local.called_with, self._local.running = self._called_with or {}, None, None
+        cache = next((value for value in called_with.values() if isinstance(value, Cache)), None)
+        if output is None and cache is not None:  # it has raised
+            note_failure(cache)
 
     def run_block(self, index: int, hidden: Tensor, cache: Cache | None, kwargs: dict[str, Any]) -> Tensor:
         """Returns the output of one block; the first of a pass runs them all.

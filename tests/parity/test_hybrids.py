@@ -12,7 +12,7 @@ from generation_modes import MODES
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, PreTrainedModel
 from type_models import save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
@@ -159,6 +159,26 @@ def test_states_of_local_blocks_that_have_seen_a_failed_step_are_not_used(tmp_pa
             model(input_ids=new, past_key_values=cache)
         with pytest.raises(SwarmError, match=r"holds states of the local blocks .* start with a new cache"):
             model(input_ids=new, past_key_values=cache)
+
+
+def test_a_refused_call_leaves_no_tokens_in_states_of_local_blocks(tmp_path: Path) -> None:
+    directory, ids = save_type("qwen3_5_moe_text", tmp_path), PROMPT["input_ids"]
+    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with InProcessSwarm(directory) as swarm, torch.no_grad():
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=(1, 0))
+        cache = DynamicCache(config=model.config)
+
+        def refused() -> None:
+            # Found out at the first remote block, when the local one has run.
+            with pytest.raises(SwarmError, match="output_attentions"):
+                model(input_ids=ids, past_key_values=cache, output_attentions=True)
+
+        refused()
+        found = model(input_ids=ids, past_key_values=cache).logits
+        torch.testing.assert_close(found, local(input_ids=ids).logits)
+        refused()
+        with pytest.raises(SwarmError, match="start with a new cache"):
+            model(input_ids=ids, past_key_values=cache)
 
 
 def test_a_model_whose_layers_take_ids_says_so_of_embeddings(tmp_path: Path) -> None:
