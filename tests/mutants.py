@@ -88,13 +88,13 @@ MUTANTS = {
         f"{OUTPUTS} -k test_router_logits_are_equal",
     ),
     "a recomputation draws another dropout": Mutant(
-        "blocks/apply.py",
+        "blocks/adapters/apply.py",
         "torch.Generator().manual_seed(int.from_bytes(name",
         "torch.Generator().manual_seed(torch.seed() + int.from_bytes(name[:4]",
         "tests/parity/test_adapters_peft.py -k dropout",
     ),
     "all rows of a batch draw the same dropout": Mutant(
-        "blocks/apply.py", 'f"{seed + row}/', 'f"{seed}/', "tests/unit/blocks/test_apply.py"
+        "blocks/adapters/apply.py", 'f"{seed + row}/', 'f"{seed}/', "tests/unit/blocks/test_apply.py"
     ),
     "experts are weighted in another order than they run": Mutant(
         "moe/table.py",

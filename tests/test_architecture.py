@@ -74,7 +74,7 @@ LATE_IMPORTS = frozenset({
     ("adapter_spec.py", "torch"),  # structure and digest checks must not cost a torch import
     ("noise.py", "transformers"),  # a command is quieted before it imports anything heavy
     ("noise.py", "huggingface_hub"),  # the same
-    ("blocks/peft_layers.py", "peft"),  # start-up time of servers that get no such adapter
+    ("blocks/adapters/peft_layers.py", "peft"),  # start-up time of servers that get no such adapter
     ("verification/local_blocks.py", "swarm_plugins"),  # a client that checks nothing does not run blocks
     ("fallback/stand_in.py", "swarm_plugins"),  # nor is it a server while the swarm has all blocks
     ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterSpec, PeftLayer
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
-from swarm_plugins.blocks.adapter_checks import check_adapter, checking_adapter
+from swarm_plugins.blocks.adapters.checks import check_adapter, checking_adapter
+from swarm_plugins.blocks.adapters.norms import NormedLayer, weight_norms
 from swarm_plugins.blocks.kv import KVCache
-from swarm_plugins.blocks.norms import NormedLayer, weight_norms
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.server.failures import RequestError

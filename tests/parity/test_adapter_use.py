@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks.apply import adapter_dropout_mask
+from swarm_plugins.blocks.adapters.apply import adapter_dropout_mask
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.testing.in_process import InProcessSwarm
 

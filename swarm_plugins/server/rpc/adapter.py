@@ -8,7 +8,7 @@ import torch
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks.norms import normed_layers
+from swarm_plugins.blocks.adapters.norms import normed_layers
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks.adapters.checks import check_adapter
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.hub import fetch_adapter, open_adapter

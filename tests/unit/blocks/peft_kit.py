@@ -15,7 +15,7 @@ from torch import nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.blocks import LoadedAdapter
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks.adapters.checks import check_adapter
 
 
 @dataclass

@@ -11,8 +11,9 @@ from blocks_kit import WIDTH, Pair, states
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
-from swarm_plugins.blocks import AdapterUse, adapter_checks
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks import AdapterUse
+from swarm_plugins.blocks.adapters import checks as adapter_checks
+from swarm_plugins.blocks.adapters.checks import check_adapter
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 

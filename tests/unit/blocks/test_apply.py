@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter, late_row
 from swarm_plugins.blocks import AdapterUse, SpanInputs, StepInputs
-from swarm_plugins.blocks.adapter_checks import check_adapter
-from swarm_plugins.blocks.apply import adapter_dropout_mask
+from swarm_plugins.blocks.adapters.apply import adapter_dropout_mask
+from swarm_plugins.blocks.adapters.checks import check_adapter
 
 # Products of experts and routers are added to the output here and to the weight in PEFT.
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}

@@ -8,7 +8,7 @@ from blocks_kit import BLOCKS, WIDTH, Pair
 
 from swarm_plugins.adapter_spec import AdapterSpec, PeftLayer, PeftPart
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks import norms
+from swarm_plugins.blocks.adapters import norms
 from swarm_plugins.server.hosted import HostedSpans
 
 

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, PeftPart, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks import AdapterUse, StepInputs, adapter_checks, norms, peft_layers
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks import AdapterUse, StepInputs
+from swarm_plugins.blocks.adapters import checks as adapter_checks
+from swarm_plugins.blocks.adapters import norms, peft_layers
+from swarm_plugins.blocks.adapters.checks import check_adapter
 from swarm_plugins.blocks.quantize import plain_weight, quantize_block
 from swarm_plugins.errors import CapacityError, ConfigError, UnsupportedError
 from swarm_plugins.offload.formats.experts import matrix_format

@@ -15,7 +15,7 @@ from peft_kit import tune
 from torch import Tensor, nn
 
 from swarm_plugins.blocks import AdapterUse, Span, SpanInputs, StepInputs, load_span
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks.adapters.checks import check_adapter
 from swarm_plugins.blocks.quantize import ExpertWeights, quantize_block
 from swarm_plugins.errors import ConfigError
 

@@ -16,7 +16,7 @@ from holders_kit import Held, Holders, serving
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
 from swarm_plugins.blocks import Span, StepInputs, load_span
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks.adapters.checks import check_adapter
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, MissingExpertsError, UnsupportedError
 from swarm_plugins.offload.held import load_held_experts

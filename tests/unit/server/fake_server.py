@@ -15,8 +15,8 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
+from swarm_plugins.blocks.adapters.norms import NormedLayer
 from swarm_plugins.blocks.kv import BlockKV, in_pages
-from swarm_plugins.blocks.norms import NormedLayer
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.table import service_handlers

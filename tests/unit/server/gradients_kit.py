@@ -11,7 +11,7 @@ from torch import Tensor
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.blocks import Span, SpanInputs
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks.adapters.checks import check_adapter
 from swarm_plugins.server.state.activations import GraphMeter
 from swarm_plugins.server.state.gradients import Gradients, Needs, gradients
 

@@ -14,7 +14,7 @@ from fake_server import VERSION, WIDTH, FakeRunner, playing, until
 
 from swarm_plugins.adapter_spec import AdapterSpec, PeftLayer, PeftPart, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
-from swarm_plugins.blocks.norms import NormedLayer
+from swarm_plugins.blocks.adapters.norms import NormedLayer
 from swarm_plugins.server.compute.work import Parts
 from swarm_plugins.server.rpc.training import cut
 from swarm_plugins.server.service import Service

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from swarm_plugins.adapter_spec import AdapterModule, PeftLayer
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, adapter_of, start_of
-from swarm_plugins.blocks.peft_layers import structure_of
+from swarm_plugins.blocks.adapters.peft_layers import structure_of
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta
 from swarm_plugins.moe.frozen import run_frozen

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.adapter_spec import PeftLayer, PeftPart, PeftValue
-from swarm_plugins.blocks.norms import weight_norm
+from swarm_plugins.blocks.adapters.norms import weight_norm
 from swarm_plugins.blocks.quantize import plain_weight
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.peft_methods import PEFT_METHODS, PeftMethod, shipped_tensors

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks.peft_layers import checking_part
+from swarm_plugins.blocks.adapters.peft_layers import checking_part
 from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts

@@ -1,0 +1,124 @@
+"""In which form a model gives hidden states to its layers, and takes them back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.block_io import RETURN_FORMS, as_returned
+from swarm_plugins.blocks.calls import Call, SkippedBlock, Watched
+from swarm_plugins.blocks.cut_model import CutModel
+from swarm_plugins.blocks.eager import EAGER
+from swarm_plugins.blocks.probing.runs import FAULTS
+from swarm_plugins.errors import UnsupportedError, one_line
+
+
+class _Reached(Exception):
+    """The first block has been called."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__(shape)
+        self.shape = shape
+
+
+class _First(SkippedBlock):
+    """A first block that shows what it is given."""
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached(hidden_states.shape)
+
+
+def width(cut: CutModel) -> int:
+    """Returns the width of the hidden states that the model makes for its first layer: of all its streams."""
+    shape: Sequence[int] = ()
+    call = Call(blocks=cut.blocks, table=[_First(layer, 0) for layer in cut.layers], attention=cut.attention)
+    try:
+        cut.run_model(call, torch.zeros(1, 3, dtype=torch.long, device=cut.device))
+    except _Reached as reached:
+        shape = reached.shape
+    if tuple(shape[:2]) != (1, 3) or len(shape) < 3:
+        raise UnsupportedError(
+            f"{type(cut.model).__name__} gives its layers hidden states of shape {list(shape)}, not [batch, length, "
+            "...]: use a model of another family"
+        )
+    return math.prod(shape[2:])
+
+
+def num_returned_by_any(cut: CutModel, hidden: Tensor) -> int:
+    """Returns how many values layers return; sets ``cut.attention`` to the family's own if they take masks apart."""
+    try:
+        return _num_returned(cut, hidden)
+    except UnsupportedError:
+        if cut.attention != EAGER:
+            raise
+        cut.attention = "eager"
+        return _num_returned(cut, hidden)
+
+
+def _num_returned(cut: CutModel, hidden: Tensor) -> int:
+    """Returns how many values layers return: where others are skipped, the model goes on with what they return."""
+    name, reasons = type(cut.model).__name__, []
+    for number in RETURN_FORMS:
+        cut.num_returned = number
+        seen: list[Any] = []
+        try:
+            _run_seen(cut, cut.blocks, hidden, _Whole, seen)
+        except FAULTS as exc:
+            reasons.append(one_line(exc, with_kind=True))
+            continue
+        returned = [() if isinstance(one, Tensor) else one for one in seen]
+        # In another form the model may well run: the first row of a tensor is a tensor.
+        if len(returned[-1]) != number:
+            reasons.append(f"they return {len(returned[-1])} values")
+            continue
+        has_more = any(isinstance(one, Tensor) for values in returned for one in values[1:])
+        if has_more and not _ignores_more(cut, hidden):
+            raise UnsupportedError(f"a block of {name} hands on more than hidden states: use a model of another family")
+        return number
+    raise UnsupportedError(
+        f"the blocks of {name} do not run apart from each other ({reasons[0]}): use a model of another family"
+    )
+
+
+class _Whole(Watched):
+    """A block that reports all that it returns."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self._layer(*args, **kwargs)
+        self._seen(returned)
+        return returned
+
+
+class _FirstOnly(_Whole):
+    """A block that returns None in the place of all but the first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = super().__call__(*args, **kwargs)
+        return returned if isinstance(returned, Tensor) else as_returned(returned[0], len(returned))
+
+
+def _ignores_more(cut: CutModel, hidden: Tensor) -> bool:
+    """Returns whether blocks that are not tied to the one before ignore what it hands on but hidden states."""
+    blocks = cut.blocks
+    if len(blocks) == 1:
+        # Run twice, behind itself: its neighbors are elsewhere.
+        first = blocks.start if blocks.stop < len(cut.layers) else blocks.start - 1
+        blocks = range(max(0, first), first + 2)
+    try:
+        whole, first_only = (_run_seen(cut, blocks, hidden, kind, []) for kind in (_Whole, _FirstOnly))
+    except FAULTS:
+        return False
+    return torch.equal(whole, first_only)
+
+
+def _run_seen(cut: CutModel, blocks: range, hidden: Tensor, kind: type[_Whole], seen: list[Any]) -> Tensor:
+    """Runs blocks, those that the span lacks by its first one, and reports what each returns."""
+    table = list(cut.table(cut.blocks))
+    for block in blocks:
+        run = table[block if block in cut.blocks else cut.blocks.start]
+        table[block] = (_Whole if block + 1 in cut.tied else kind)(run, seen.append)
+    return cut.run(Call(blocks=blocks, table=table, attention=cut.attention), hidden)

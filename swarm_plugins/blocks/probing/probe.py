@@ -1,0 +1,62 @@
+"""What has to be found out about a cut-down model by running it, once, when it has been loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from swarm_plugins.blocks.cut_model import CutModel
+from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.packed import Packing
+from swarm_plugins.blocks.probing.arguments import mask_kinds, position_planes, takes_ids
+from swarm_plugins.blocks.probing.called import never_called
+from swarm_plugins.blocks.probing.form import num_returned_by_any, width
+from swarm_plugins.blocks.probing.layouts import layouts_of
+from swarm_plugins.blocks.probing.packs import packing_of, takes_several
+from swarm_plugins.blocks.probing.runs import SEED, random
+
+
+class Traits(NamedTuple):
+    """What a probe found out."""
+
+    kv_layouts: Mapping[int, BlockKV]
+    """What each block caches."""
+    packing: Packing
+    """How sessions can share a forward."""
+    takes_several: bool
+    """Whether several tokens may follow cached ones at once."""
+    never_called: frozenset[tuple[int, str]]
+    """Block and path of modules whose weight is read by others."""
+    takes_ids: bool = False
+    """Whether blocks take the ids of tokens."""
+    mask_kinds: tuple[str, ...] = ()
+    """Kinds of layers that take masks which are made for them; one empty name if all take the same. Empty: none do."""
+    position_planes: tuple[int, ...] = ()
+    """How many planes positions may have, besides one alone."""
+
+
+def probe(cut: CutModel) -> Traits:
+    """Runs a model to learn what it caches and how sessions can share a forward.
+
+    Sets ``cut.hidden_size``, ``cut.num_returned``, and ``cut.attention`` if it does not fit the model.
+
+    Raises:
+        UnsupportedError: If blocks depend on more than hidden states, or do without attention.
+    """
+    with torch.no_grad():
+        cut.hidden_size = width(cut)
+        hidden = random(cut, torch.Generator().manual_seed(SEED), 1, 3)
+        cut.num_returned = num_returned_by_any(cut, hidden)
+        are_ids_taken = takes_ids(cut, hidden)
+        layouts = layouts_of(cut, hidden)
+        return Traits(
+            layouts,
+            packing=packing_of(cut, layouts),
+            takes_several=takes_several(cut, hidden, layouts),
+            never_called=never_called(cut, hidden, layouts),
+            takes_ids=are_ids_taken,
+            mask_kinds=mask_kinds(cut, hidden),
+            position_planes=position_planes(cut, hidden),
+        )
