@@ -38,12 +38,12 @@ MUTANTS = {
     ),
     "a cropped cache keeps one token too many": Mutant(
         "blocks/kv.py",
-        '{self.length}")\n        self.length = length',
-        '{self.length}")\n        self.length = min(length + 1, self.length)',
+        "self._before = states, None\n        self.length = length",
+        "self._before = states, None\n        self.length = min(length + 1, self.length)",
         f"{GENERATE} -k prompt_lookup-llama",
     ),
     "a fork shares the tokens to come": Mutant(
-        "blocks/kv.py", "copy.length = self.length", "copy.length = self.length - 1", "tests/unit/blocks/test_kv.py"
+        "blocks/kv.py", "copy._before = self.length,", "copy._before = self.length - 1,", "tests/unit/blocks/test_kv.py"
     ),
     "packed sessions begin at position 0": Mutant(
         "blocks/packed.py",
@@ -140,7 +140,7 @@ MUTANTS = {
     ),
     "an offloaded model that is gone keeps its threads": Mutant(
         "offload/model/attach.py",
-        "    weakref.finalize(shared, cache.close)\n",
+        "    weakref.finalize(ahead, cache.close)\n",
         "",
         "tests/unit/offload/test_load.py -k leaves_no_thread",
     ),
