@@ -19,7 +19,7 @@ from swarm_plugins.blocks.calls import BlockList, Passing
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.outside import fill_in, take_out
-from swarm_plugins.blocks.probing import Traits, probe
+from swarm_plugins.blocks.probing.probe import Traits, probe
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.borders import check_borders, tied_blocks

@@ -16,7 +16,7 @@ from swarm_plugins.blocks import SpanInputs, load_span
 from swarm_plugins.blocks.calls import BlockList
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.outside import fill_in, take_out
-from swarm_plugins.blocks.probing import probe
+from swarm_plugins.blocks.probing.probe import probe
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.testing.models import FAMILIES, tiny_model
 
