@@ -77,8 +77,7 @@ LATE_IMPORTS = frozenset({
     ("blocks/adapters/peft_layers.py", "peft"),  # start-up time of servers that get no such adapter
     ("verification/local_blocks.py", "swarm_plugins"),  # a client that checks nothing does not run blocks
     ("fallback/stand_in.py", "swarm_plugins"),  # nor is it a server while the swarm has all blocks
-    ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize
-    ("offload/formats/bnb.py", "bitsandbytes"),  # the same of models that need none of it
+    ("weights/bnb.py", "bitsandbytes"),  # memory and start-up time of servers and models that need none of it
 })  # fmt: skip
 IMPORTS_BY_NAME = {
     "lazy.py",  # the public names that each part lists

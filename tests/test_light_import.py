@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import swarm_plugins
-from swarm_plugins.offload.formats import bnb
+from swarm_plugins.weights import bnb
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,7 +103,7 @@ def test_the_remark_that_bitsandbytes_makes_on_its_import_is_not_passed_on(
         assert swarm_plugins.Probe == 1
         del swarm_plugins.Probe
     else:
-        assert bnb._bitsandbytes.__wrapped__().Probe == 1
+        assert bnb.bitsandbytes.__wrapped__().Probe == 1
     assert caplog.messages == ["something else"]
     logger.warning(says[0])
     assert caplog.messages[-1] == says[0], "afterwards nothing is left of it"

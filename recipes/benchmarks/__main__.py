@@ -254,7 +254,7 @@ def quality(
     quiet_command()
     with one_sentence_errors("quality", program=PROGRAM):
         from swarm_plugins.cli.support.options import parse_width
-        from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS
+        from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS
 
         check_json(json)
         expert_bits = [parse_width("--experts", bits, EXPERT_BITS) for bits in experts or ("16", "8", "4", "3", "2")]

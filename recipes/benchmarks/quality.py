@@ -18,9 +18,9 @@ from recipes.benchmarks.figures import Report, new_table
 from recipes.benchmarks.texts import text_pieces
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.formats.linears import quantize_linears
+from swarm_plugins.weights.linears import quantize_linears
 from swarm_plugins.offload.quantizing import other_tensors, quantize_checkpoint
-from swarm_plugins.offload.widths import Width, num_bits, width_text
+from swarm_plugins.weights.widths import Width, num_bits, width_text
 from swarm_plugins.talk.turns import load_tokenizer
 
 

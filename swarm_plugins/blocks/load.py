@@ -198,7 +198,7 @@ class _BlockLoader:
         fill_in(model, self.dtype, self.device)
         if self.quantization != "none":
             for block in blocks:
-                quantize_block(_layers(model, self.path)[block], self.quantization, self.dtype)
+                quantize_block(_layers(model, self.path)[block], self.quantization)
         return model
 
     def _names(self, blocks: range) -> list[str]:

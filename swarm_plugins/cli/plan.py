@@ -80,8 +80,8 @@ def quantize(
     with one_sentence_errors("quantize"):
         from swarm_plugins.cli.support.options import parse_width
         from swarm_plugins.model_names import check_model_name
-        from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, width_text
         from swarm_plugins.sizes import format_bytes
+        from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, width_text
 
         expert_bits = parse_width("--experts", experts, EXPERT_BITS)
         other_bits = parse_width("--attention", attention, OTHER_BITS)

@@ -6,8 +6,9 @@ experts without adapters are faster in `run_table`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +18,15 @@ from swarm_plugins.moe.dispatch import combine, expert_mlp
 from swarm_plugins.moe.low_rank import ExpertDelta
 from swarm_plugins.moe.routing import Routing
 
-WeightOf = Callable[[int, torch.dtype], Tensor]
-"""Returns an expert's weight, ``[out, in]``, in a type."""
+
+class ExpertWeights(Protocol):
+    """The weights of a fused parameter, expert by expert."""
+
+    def product(self, expert: int, rows: Tensor) -> Tensor:
+        """Multiplies rows ``[T, in]`` by an expert's weight, without gradients: ``[T, out]`` in the rows' type."""
+
+    def weight(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Returns an expert's weight, ``[out, in]``, in a type."""
 
 
 def run_frozen(
@@ -31,7 +39,7 @@ def run_frozen(
     """Runs fused experts with adapters; gradients flow to hidden states, routing weights and adapters.
 
     Args:
-        module: A family's experts; its parameters may be stored otherwise, as objects that have a function ``weight``.
+        module: A family's experts; its parameters may be stored otherwise, as `ExpertWeights`.
         deltas: Adapters on them, each for all tokens or for some.
         hidden_states: ``[T, D]``.
         top_k_index: Chosen experts, ``[T, k]``; indices beyond the last expert contribute nothing.
@@ -46,10 +54,10 @@ def run_frozen(
         stored = getattr(module, name)
         if isinstance(stored, Tensor):
             rows = rows.to(stored.dtype)
-        weight = _weight_of(stored, is_transposed=module.is_transposed)
+        weights = _PlainWeights(stored.detach(), module.is_transposed) if isinstance(stored, Tensor) else stored
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         width = stored.shape[2 if module.is_transposed else 1]
-        result: Tensor = _Products.apply(rows, weight, bias, width, routing.spans)  # type: ignore[no-untyped-call]
+        result: Tensor = _Products.apply(rows, weights, bias, width, routing.spans)  # type: ignore[no-untyped-call]
         for delta in deltas:
             if delta.parameter == name:
                 result = delta.add(rows, result, routing)
@@ -59,13 +67,18 @@ def run_frozen(
     return combine(module, down, top_k_weights, routing, hidden_states)
 
 
-def _weight_of(stored: Any, *, is_transposed: bool) -> WeightOf:
-    """Returns how to get an expert's weight out of a fused parameter, or out of what stands for one."""
-    if not isinstance(stored, Tensor):
-        found: WeightOf = stored.weight
-        return found
-    weights = stored.detach()
-    return lambda expert, dtype: weights[expert].T if is_transposed else weights[expert]
+@dataclass(frozen=True)
+class _PlainWeights:
+    """`ExpertWeights` of a parameter as HF has it."""
+
+    stacked: Tensor
+    is_transposed: bool
+
+    def product(self, expert: int, rows: Tensor) -> Tensor:
+        return rows @ self.weight(expert, rows.dtype).T
+
+    def weight(self, expert: int, dtype: torch.dtype) -> Tensor:
+        return self.stacked[expert].T if self.is_transposed else self.stacked[expert]
 
 
 class _Products(torch.autograd.Function):
@@ -76,12 +89,12 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: WeightOf, bias: Tensor | None, width: int, spans: Mapping[int, slice]
+        ctx: Any, rows: Tensor, weights: ExpertWeights, bias: Tensor | None, width: int, spans: Mapping[int, slice]
     ) -> Tensor:
-        ctx.weight, ctx.width, ctx.spans = weight, rows.shape[1], spans
+        ctx.weights, ctx.width, ctx.spans = weights, rows.shape[1], spans
         result = rows.new_zeros(rows.shape[0], width)
         for expert, span in spans.items():
-            torch.mm(rows[span], weight(expert, rows.dtype).T, out=result[span])
+            result[span] = weights.product(expert, rows[span])
             if bias is not None:
                 result[span].add_(bias[expert])
         return result
@@ -91,5 +104,5 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows = grad.new_zeros(grad.shape[0], ctx.width)
         for expert, span in ctx.spans.items():
-            torch.mm(grad[span], ctx.weight(expert, grad.dtype), out=rows[span])
+            torch.mm(grad[span], ctx.weights.weight(expert, grad.dtype), out=rows[span])
         return rows, None, None, None, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
+from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
 # No machine has as much: a larger number is a mistaken unit, or an attack.
 _MAX_BYTES = 1 << 50

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.formats.experts import width_on
-from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.saving import refuse_saving
+from swarm_plugins.weights.choice import width_on
+from swarm_plugins.weights.linears import quantize_linears
 
 
 def load_offloaded(

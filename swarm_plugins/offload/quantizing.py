@@ -19,8 +19,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece, check_inside, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
-from swarm_plugins.offload.formats.experts import QuantizedFormat, half_type, matrix_format, turn, turned
-from swarm_plugins.offload.formats.linears import PARTS, quantizable_linears
+from swarm_plugins.offload.formats.experts import QuantizedFormat, turn, turned
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.manifest import (
@@ -33,7 +32,9 @@ from swarm_plugins.offload.store.manifest import (
     expert_tensor,
 )
 from swarm_plugins.offload.store.writing import check_space, padded_bytes, work_directory, write_buffers, write_json
-from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
+from swarm_plugins.weights.choice import format_of, half_type
+from swarm_plugins.weights.linears import quantizable_linears, tensor_name
+from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
 _CPU = torch.device("cpu")
 _OTHERS_FILE = "others.safetensors"
@@ -197,9 +198,9 @@ def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor
     if bits != 16:
         for name, linear in candidates.items():
             linears[name] = (linear.out_features, linear.in_features)
-            parts = matrix_format(linears[name], bits, _CPU).quantize(linear.weight, is_fitted=True)
+            parts = format_of(linears[name], bits).quantize(linear.weight, is_fitted=True)
             del tensors[f"{name}.weight"]
-            tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in parts.items()})
+            tensors.update({f"{name}.{tensor_name(part)}": tensor for part, tensor in parts.items()})
     return tensors, linears
 
 

@@ -14,10 +14,10 @@ from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.speculation.speculation import LOOKUP
 from swarm_plugins.talk.turns import load_tokenizer
+from swarm_plugins.weights.linears import quantize_linears
 
 
 class LoadedModel(NamedTuple):

@@ -11,7 +11,10 @@ from offload_models import save_toy, tokens
 from torch.nn import functional
 
 from swarm_plugins.offload import OffloadConfig, load_offloaded, quantize_checkpoint
-from swarm_plugins.offload.formats.bnb import Int8Matrix, Nf4Matrix
+from swarm_plugins.weights.formats.int8 import Int8Format
+from swarm_plugins.weights.formats.nf4 import Nf4Format
+from swarm_plugins.weights.kernels.int8 import Int8Kernel
+from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,10 +99,10 @@ def test_experts_that_become_nf4_on_the_device_compute_as_a_store_does(directory
 @torch.no_grad()
 def test_nf4_weights_are_those_of_the_cpu(dtype: torch.dtype, rows: int) -> None:
     weight = torch.randn(192, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
-    matrix = Nf4Matrix((192, 200))
-    expected = matrix.quantize(weight, is_fitted=False)
+    matrix = Nf4Kernel(Nf4Format((192, 200)))
+    expected = matrix.format.quantize(weight, is_fitted=False)
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = matrix.quantize(weight.cuda(), is_fitted=False)
+        found = matrix.format.quantize(weight.cuda(), is_fitted=False)
         torch.cuda.current_stream().synchronize()
     torch.testing.assert_close(found["scales"].cpu(), expected["scales"])
     # A weight in the middle between two levels may go either way.
@@ -117,8 +120,8 @@ def test_nf4_weights_are_those_of_the_cpu(dtype: torch.dtype, rows: int) -> None
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @torch.no_grad()
 def test_products_of_8_bits_are_those_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    matrix = Int8Matrix(shape)
-    parts = matrix.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), is_fitted=False)
+    matrix = Int8Kernel(Int8Format(shape))
+    parts = matrix.format.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), is_fitted=False)
     rows = torch.randn(7, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     rows[2, 5] = 40.0
     there = {name: one.cuda() for name, one in parts.items()}

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
-from swarm_plugins.offload.formats import grouped
-from swarm_plugins.offload.formats.experts import matrix_format
-from swarm_plugins.offload.formats.linears import QuantizedLinear, quantizable_linears
 from swarm_plugins.offload.quantizing import quantize_checkpoint
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.weights.choice import format_of, kernel_for
+from swarm_plugins.weights.kernels import int4pack
+from swarm_plugins.weights.linears import PackedLinear, quantizable_linears
+from swarm_plugins.weights.widths import Width
 
 CPU = torch.device("cpu")
 FEW = OffloadConfig(fast_bytes=60_000)
@@ -27,9 +27,9 @@ LIMITS: dict[Width, float] = {8: 2e-3, 4: 0.1, "nf4": 0.1, 3: 0.1, 2: 0.1}
 
 
 def widened(weight: Tensor, bits: Width, *, is_fitted: bool) -> Tensor:
-    matrix = matrix_format((weight.shape[0], weight.shape[1]), bits, CPU)
+    matrix = kernel_for(format_of((weight.shape[0], weight.shape[1]), bits), CPU)
     parts = {part.name: torch.empty(part.shape, dtype=part.dtype) for part in matrix.computed}
-    matrix.convert(matrix.quantize(weight, is_fitted=is_fitted), parts)
+    matrix.convert(matrix.format.quantize(weight, is_fitted=is_fitted), parts)
     return matrix.widen(parts, torch.float32)
 
 
@@ -143,7 +143,7 @@ def test_adapters_train_on_a_quantized_model_as_on_one_with_its_rounded_weights(
 def test_quantized_layers_keep_their_types_when_the_model_is_cast_and_copied(tmp_path: Path) -> None:
     save_toy("mixtral", tmp_path / "plain")
     model = load_offloaded(tmp_path / "plain", OffloadConfig(expert_bits=4, other_bits=4), device="cpu")
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(layers) == 2 * 3, "q_proj and o_proj of three layers; the others are below the least size"
     ids = tokens()
     expected = logits(model, ids)
@@ -160,7 +160,7 @@ def test_a_cpu_with_another_order_of_codes_computes_the_same(tmp_path: Path, mon
     quantize_checkpoint(tmp_path / "plain", tmp_path / "q", expert_bits=3, other_bits=4, progress=False)
     ids = tokens(1, 12)
     expected = logits(load_offloaded(tmp_path / "q", FEW, device="cpu"), ids)
-    monkeypatch.setattr(grouped, "is_native_order", lambda: False)
+    monkeypatch.setattr(int4pack, "is_native_order", lambda: False)
     model = load_offloaded(tmp_path / "q", FEW, device="cpu")
     assert torch.equal(logits(model, ids), expected)
     with pytest.raises(UnsupportedError, match="cannot be moved to meta: load the model with device='meta'"):

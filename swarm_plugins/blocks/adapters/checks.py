@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.adapters.peft_layers import checking_part
-from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
+from swarm_plugins.weights.experts import PackedExperts
 
 if TYPE_CHECKING:
     from swarm_plugins.blocks.span import Span
@@ -216,7 +216,7 @@ def _shape_of(module: nn.Module, name: str) -> tuple[int, ...] | None:
         return module.out_features, module.in_features
     parameter = getattr(module, name, None) if name.isidentifier() else None
     # Quantized experts are not tensors, but know the shape of the parameter they replace.
-    return tuple(parameter.shape) if isinstance(parameter, (Tensor, ExpertWeights)) else None
+    return tuple(parameter.shape) if isinstance(parameter, (Tensor, PackedExperts)) else None
 
 
 def _where(entry: AdapterModule | PeftLayer) -> str:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from swarm_plugins.adapter_spec import PeftLayer
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.blocks.quantize import plain_weight
+from swarm_plugins.weights.linears import wide_weight
 
 
 class _Kept(NamedTuple):
@@ -87,7 +87,7 @@ def _place(tensor: Tensor, storage: StorageWeakRef) -> tuple[object, ...]:
 def _computed(module: nn.Linear, factor_a: Tensor, factor_b: Tensor, scaling: float) -> Tensor:
     # A tensor of inference mode could not go into a graph later.
     with torch.inference_mode(mode=False), torch.no_grad():
-        weight = plain_weight(module) + scaling * (factor_b @ factor_a)
+        weight = wide_weight(module) + scaling * (factor_b @ factor_a)
         norm: Tensor = torch.linalg.norm(weight, dim=1).to(factor_b.dtype)
     return norm
 

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.adapter_spec import PeftLayer, PeftPart, PeftValue
 from swarm_plugins.blocks.adapters.norms import weight_norm
-from swarm_plugins.blocks.quantize import plain_weight
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.peft_methods import PEFT_METHODS, PeftMethod, shipped_tensors
+from swarm_plugins.weights.linears import wide_weight
 
 _NAME = "default"
 _MAX_STRUCTURES = 32
@@ -67,7 +67,7 @@ class BorrowedLinear(nn.Linear):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            return plain_weight(self.__dict__["lent"][0])
+            return wide_weight(self.__dict__["lent"][0])
         if name == "bias":
             return self.__dict__["lent"][0].bias
         return super().__getattr__(name)

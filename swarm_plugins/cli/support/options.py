@@ -7,8 +7,8 @@ from typing import Any
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width
 from swarm_plugins.sizes import parse_bytes
+from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width
 
 
 def _by_name(widths: Iterable[Width]) -> dict[str, Width]:

@@ -1,1 +1,1 @@
-"""What the bytes of an expert mean, and how to multiply with them."""
+"""What the buffer of an expert holds, and how to multiply with it."""

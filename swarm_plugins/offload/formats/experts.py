@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.formats.bnb import Int8Matrix, Nf4Matrix
-from swarm_plugins.offload.formats.grouped import GroupedMatrix
-from swarm_plugins.offload.formats.matrices import MatrixFormat, Part, multiply
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey
-from swarm_plugins.offload.widths import NF4, Width
+from swarm_plugins.weights.choice import format_of, half_type, kernel_for, width_on
+from swarm_plugins.weights.kernel import Kernel, multiply
+from swarm_plugins.weights.stored import Part, QuantizingFormat
+from swarm_plugins.weights.widths import Width
 
 # Without its sign, a number from here on is infinite or NaN.
 _LIMITS = {torch.bfloat16: (torch.int16, np.uint16, 0xFF00), torch.float32: (torch.int32, np.uint32, 0xFF000000)}
@@ -29,30 +29,7 @@ def expert_format(
     """
     if bits in (None, 16):
         return PlainFormat(stored, dtype if bits is None else half_type(dtype), is_transposed=is_transposed)
-    return QuantizingFormat(stored, width_on(bits, device), device, is_transposed=is_transposed)
-
-
-def half_type(dtype: torch.dtype) -> torch.dtype:
-    """Returns the 16-bit type that replaces a floating type."""
-    return torch.bfloat16 if dtype.itemsize > 2 else dtype
-
-
-def width_on(width: Width, device: torch.device) -> Width:
-    """Returns the width of weights that are quantized on their way to a device.
-
-    There are two kinds of 4 bits: this package's own, which torch multiplies with fast on a CPU, and nf4, which
-    bitsandbytes multiplies with fast on a CUDA device.
-    """
-    return NF4 if width == 4 and device.type == "cuda" else width
-
-
-def matrix_format(shape: tuple[int, int], bits: Width, device: torch.device) -> MatrixFormat:
-    """Returns the format of a weight ``[out, in]`` in 8, 4, 3, 2 bits or ``nf4`` on a device."""
-    if bits == 8:
-        return Int8Matrix(shape)
-    if bits == NF4:
-        return Nf4Matrix(shape)
-    return GroupedMatrix(shape, bits, is_for_cpu=device.type == "cpu")
+    return QuantizedOnReading(stored, width_on(bits, device), device, is_transposed=is_transposed)
 
 
 class PlainFormat:
@@ -83,30 +60,29 @@ class QuantizedFormat:
     """Experts that the store holds quantized, from plain weights ``[out, in]``; tensors of one dimension stay as is."""
 
     def __init__(self, plain: BufferLayout, bits: Width, device: torch.device) -> None:
-        self._matrices: dict[str, MatrixFormat] = {
-            spec.name: matrix_format((spec.shape[0], spec.shape[1]), bits, device)
-            for spec in plain.tensors
-            if len(spec.shape) == 2
+        self._formats: dict[str, QuantizingFormat] = {
+            spec.name: format_of((spec.shape[0], spec.shape[1]), bits) for spec in plain.tensors if len(spec.shape) == 2
         }
+        self._kernels: dict[str, Kernel] = {name: kernel_for(one, device) for name, one in self._formats.items()}
         others = [Part(spec.name, spec.dtype, spec.shape) for spec in plain.tensors if len(spec.shape) != 2]
         self._others = tuple(part.name for part in others)
         self.stored = BufferLayout.of(
-            [part for name, one in self._matrices.items() for part in _named(name, one.stored)] + others
+            [part for name, one in self._formats.items() for part in _named(name, one.parts)] + others
         )
         self.computed = self.stored
-        if any(one.is_converted for one in self._matrices.values()):
+        if any(one.is_converted for one in self._kernels.values()):
             self.computed = BufferLayout.of(
-                [part for name, one in self._matrices.items() for part in _named(name, one.computed)] + others
+                [part for name, one in self._kernels.items() for part in _named(name, one.computed)] + others
             )
         self._keys = {
-            name: {part.name: f"{name}.{part.name}" for part in one.stored} for name, one in self._matrices.items()
+            name: {part.name: f"{name}.{part.name}" for part in one.parts} for name, one in self._formats.items()
         }
 
     def quantize(self, tensors: Mapping[str, Tensor], *, is_fitted: bool) -> dict[str, Tensor]:
         """Returns the tensors of an expert's stored buffer from its own, weights as ``[out, in]``."""
         found = {name: tensors[name] for name in self._others}
-        for name, matrix in self._matrices.items():
-            parts = matrix.quantize(tensors[name], is_fitted=is_fitted)
+        for name, stored in self._formats.items():
+            parts = stored.quantize(tensors[name], is_fitted=is_fitted)
             found.update({self._keys[name][part]: tensor for part, tensor in parts.items()})
         return found
 
@@ -116,19 +92,19 @@ class QuantizedFormat:
     def convert_tensors(self, stored: Mapping[str, Tensor], computed: Tensor) -> None:
         """Fills a buffer to compute with from stored tensors."""
         views = self.computed.views(computed)
-        for name, matrix in self._matrices.items():
-            matrix.convert(self._parts(stored, name), self._parts(views, name))
+        for name, kernel in self._kernels.items():
+            kernel.convert(self._parts(stored, name), self._parts(views, name))
         for name in self._others:
             views[name].copy_(stored[name])
 
     def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
-        return multiply(self._matrices[name], self._parts(tensors, name), rows)
+        return multiply(self._kernels[name], self._parts(tensors, name), rows)
 
     def _parts(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         return {part: tensors[key] for part, key in self._keys[name].items()}
 
 
-class QuantizingFormat:
+class QuantizedOnReading:
     """Experts that are quantized as they are read, by rounding to the nearest."""
 
     def __init__(self, plain: BufferLayout, bits: Width, device: torch.device, *, is_transposed: bool = False) -> None:

@@ -20,7 +20,7 @@ from swarm_plugins.offload.model.experts import IMPLEMENTATION, turn_into_offloa
 from swarm_plugins.offload.model.loans import ExpertLoans
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.peft_wrappers import AdapterWatch
-from swarm_plugins.offload.widths import width_text
+from swarm_plugins.weights.widths import width_text
 
 
 def formats_of(moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device) -> dict[int, ExpertFormat]:

@@ -36,7 +36,7 @@ from swarm_plugins.offload.model.outline import (
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.weights.widths import Width
 
 
 @dataclass(frozen=True, kw_only=True)

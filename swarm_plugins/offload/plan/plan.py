@@ -12,7 +12,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
 from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
-from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
+from swarm_plugins.weights.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
 
 RUNTIME_BYTES = 450_000_000
 """What Python, torch and transformers take before any model."""

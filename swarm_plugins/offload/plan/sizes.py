@@ -21,7 +21,7 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.outline import refuse_quantized, stored_dtype
 from swarm_plugins.offload.plan.sessions import SessionSizes, cache_bytes, session_sizes
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.weights.widths import Width
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import msgspec
 from swarm_plugins import __version__
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.offload.interfaces import FLOATS, BufferLayout
-from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, NF4, OTHER_BITS, Width, width_text
 from swarm_plugins.versions import ModelVersion
+from swarm_plugins.weights.widths import EXPERT_BITS, GROUP_SIZES, NF4, OTHER_BITS, Width, width_text
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "swarm_quantized.json"

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.formats.experts import PlainFormat, QuantizedFormat, are_finite, matrix_format
-from swarm_plugins.offload.formats.linears import PARTS, QuantizedLinear, quantizable_linears
+from swarm_plugins.offload.formats.experts import PlainFormat, QuantizedFormat, are_finite
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey, FileRange
 from swarm_plugins.offload.store.checkpoint_store import FetchedFiles
 from swarm_plugins.offload.store.manifest import (
@@ -27,7 +26,9 @@ from swarm_plugins.offload.store.manifest import (
     read_manifest,
 )
 from swarm_plugins.offload.store.writing import padded_bytes
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.weights.choice import format_of, kernel_for
+from swarm_plugins.weights.linears import PackedLinear, quantizable_linears, tensor_name
+from swarm_plugins.weights.widths import Width
 
 _CPU = torch.device("cpu")
 _HALF = ("float16", "bfloat16")
@@ -45,6 +46,7 @@ class QuantizedStore:
             if layers is None or int(index) in layers
         }
         self._checkpoint = checkpoint
+        self._linears = {name: format_of(shape, manifest.other_bits) for name, shape in manifest.linears.items()}
         self._layouts = {layer: self.format(layer, torch.float32, _CPU).stored for layer in self.num_experts}
         self._files = FetchedFiles(checkpoint.file_path)
 
@@ -78,7 +80,9 @@ class QuantizedStore:
 
     def other_tensors(self) -> list[str]:
         """Returns the names of the tensors that belong neither to experts nor to quantized linear layers."""
-        taken = {f"{name}.{part}" for name in self.manifest.linears for part in (*PARTS.values(), "bias")}
+        taken = {f"{name}.bias" for name in self.manifest.linears}
+        for name, linear in self._linears.items():
+            taken.update(f"{name}.{tensor_name(part.name)}" for part in linear.parts)
         for index, layer in self.manifest.layers.items():
             taken.update(expert_tensor(int(index), expert) for expert in range(layer.num_experts))
         return [name for name in self._checkpoint.tensors if name not in taken]
@@ -91,9 +95,9 @@ class QuantizedStore:
         Raises:
             CheckpointError: If scales are not finite.
         """
-        linears = self.manifest.linears
-        for name, place in (places if places is not None else {name: name for name in linears}).items():
-            names = {part: f"{name}.{full}" for part, full in PARTS.items()}
+        for name, place in (places if places is not None else {name: name for name in self._linears}).items():
+            stored = self._linears[name]
+            names = {part.name: f"{name}.{tensor_name(part.name)}" for part in stored.parts}
             bias_name = f"{name}.bias"
             has_bias = bias_name in self._checkpoint.tensors
             tensors = self._checkpoint.read([*names.values(), *([bias_name] if has_bias else [])], progress=False)
@@ -104,16 +108,14 @@ class QuantizedStore:
                     f"{names['scales']} in {self._checkpoint.name} holds numbers that are not finite: the store is "
                     "damaged, fetch it again or run swarm quantize again"
                 )
-            linear = QuantizedLinear(linears[name], self.manifest.other_bits, parts, bias, device)
-            model.set_submodule(place, linear)
+            model.set_submodule(place, PackedLinear(stored, parts, bias, device))
 
     def saved_bytes(self, dtype: torch.dtype) -> int:
         """Returns how much less memory the linear layers take than in a floating type."""
         saved = 0
-        for shape in self.manifest.linears.values():
-            parts = matrix_format(shape, self.manifest.other_bits, _CPU).computed
+        for name, shape in self.manifest.linears.items():
             saved += math.prod(shape) * dtype.itemsize
-            saved -= sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+            saved -= sum(part.num_bytes for part in kernel_for(self._linears[name], _CPU).computed)
         return saved
 
     def check(self) -> None:
@@ -126,9 +128,9 @@ class QuantizedStore:
             size = padded_bytes(self._layouts[layer].num_bytes)
             for expert in range(count):
                 self._check_tensor(expert_tensor(layer, expert), torch.uint8, (size,))
-        for name, shape in self.manifest.linears.items():
-            for part in matrix_format(shape, self.manifest.other_bits, _CPU).stored:
-                self._check_tensor(f"{name}.{PARTS[part.name]}", part.dtype, part.shape)
+        for name, linear in self._linears.items():
+            for part in linear.parts:
+                self._check_tensor(f"{name}.{tensor_name(part.name)}", part.dtype, part.shape)
 
     def check_fits(self, outline: PreTrainedModel, paths: Mapping[int, str]) -> None:
         """Compares every expert, quantized linear layer and other tensor with its place in the model of the config.

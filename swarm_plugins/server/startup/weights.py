@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.offload.formats.experts import width_on
 from swarm_plugins.offload.store.quantized_store import open_quantized
-from swarm_plugins.offload.widths import Width
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.versions import ModelVersion
+from swarm_plugins.weights.choice import width_on
+from swarm_plugins.weights.widths import Width
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from swarm_plugins.server.hosted import HostedSpans
 
 def test_a_server_computes_one_norm_in_each_part(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[object] = []
-    original = norms.plain_weight
-    monkeypatch.setattr(norms, "plain_weight", lambda module: computed.append(module) or original(module))
+    original = norms.wide_weight
+    monkeypatch.setattr(norms, "wide_weight", lambda module: computed.append(module) or original(module))
     options, names = (("use_dora", True),), ("lora_A.weight", "lora_B.weight")
     layers = tuple(
         PeftLayer(block=block, module="self_attn.q_proj", options=options, names=names, places=(0, 1))

@@ -18,12 +18,11 @@ from swarm_plugins.blocks import AdapterUse, StepInputs
 from swarm_plugins.blocks.adapters import checks as adapter_checks
 from swarm_plugins.blocks.adapters import norms, peft_layers
 from swarm_plugins.blocks.adapters.checks import check_adapter
-from swarm_plugins.blocks.quantize import plain_weight, quantize_block
+from swarm_plugins.blocks.quantize import quantize_block
 from swarm_plugins.errors import CapacityError, ConfigError, UnsupportedError
-from swarm_plugins.offload.formats.experts import matrix_format
-from swarm_plugins.offload.formats.linears import QuantizedLinear
 from swarm_plugins.peft_methods import PEFT_METHODS
 from swarm_plugins.server.hosted import HostedSpans
+from swarm_plugins.weights.linears import packed, wide_weight
 
 LOHA_NAMES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 LOHA_SHAPES = ((32, 4), (4, 32), (32, 4), (4, 32))
@@ -315,9 +314,9 @@ def dora(shapes: Any = ((4, 32), (32, 4), (32,))) -> AdapterSpec:
 
 def test_a_norm_is_computed_once_until_the_adapter_changes(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[object] = []
-    original = norms.plain_weight
+    original = norms.wide_weight
     adapter = checked(dora(), llama)
-    monkeypatch.setattr(norms, "plain_weight", lambda module: computed.append(module) or original(module))
+    monkeypatch.setattr(norms, "wide_weight", lambda module: computed.append(module) or original(module))
     module = llama.span.module(1, "self_attn.q_proj")
     hidden = states(1, 3, WIDTH)
     cache = llama.span.new_cache(1, BLOCKS)
@@ -352,10 +351,10 @@ def test_weights_are_widened_for_layers_that_need_them(llama: Pair, kind: str) -
     assert isinstance(module, nn.Linear)
     block = nn.ModuleDict({"linear": nn.Linear(64, 32, bias=False)})
     plain = block["linear"].weight.detach().clone()
-    quantize_block(block, kind, torch.float32)
+    quantize_block(block, kind)
     quantized = block["linear"]
     assert type(quantized) is not nn.Linear
-    widened = plain_weight(quantized)
+    widened = wide_weight(quantized)
     assert float((widened - plain).abs().max()) < 0.02
     hidden = states(2, 64)
     error = (quantized(hidden) - hidden @ widened.T).abs().max()
@@ -364,9 +363,8 @@ def test_weights_are_widened_for_layers_that_need_them(llama: Pair, kind: str) -
 
 def test_weights_of_stores_are_widened() -> None:
     linear = nn.Linear(300, 64).requires_grad_(False)
-    parts = matrix_format((64, 300), 8, torch.device("cpu")).quantize(linear.weight, is_fitted=False)
-    quantized = QuantizedLinear((64, 300), 8, parts, linear.bias, torch.device("cpu"))
-    assert float((plain_weight(quantized) - linear.weight).detach().abs().max()) < 0.01
+    quantized = packed(linear, 8)
+    assert float((wide_weight(quantized) - linear.weight).detach().abs().max()) < 0.01
 
 
 def test_dropout_is_drawn_again_the_same(llama: Pair) -> None:

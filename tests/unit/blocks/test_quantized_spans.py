@@ -16,7 +16,7 @@ from swarm_plugins.blocks import SpanInputs, StepInputs, load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.offload import OffloadConfig, load_offloaded, quantize_checkpoint
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.weights.widths import Width
 
 FEW = OffloadConfig(fast_bytes=60_000)
 # Attention of a step runs over another kind of cache.

@@ -16,7 +16,6 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.offload.held import HOLDER_BITS, load_held_experts
-from swarm_plugins.offload.widths import Width
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.server.compute.scheduler import Scheduler
@@ -26,6 +25,7 @@ from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import ExpertsRequest, Message
 from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.weights.widths import Width
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 

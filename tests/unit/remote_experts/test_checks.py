@@ -22,7 +22,6 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.held import load_held_experts
-from swarm_plugins.offload.widths import NF4
 from swarm_plugins.remote_experts.checks import HolderGuard
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.transport.channel import Channel
@@ -30,6 +29,7 @@ from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 from swarm_plugins.verification.checker import Checker
 from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.versions import ModelVersion
+from swarm_plugins.weights.widths import NF4
 
 REPLICAS = {"a": Held(range(4)), "b": Held(range(4))}
 SLICES = {"a": Held(range(4), (0, 2)), "b": Held(range(4), (0, 2)), "c": Held(range(4), (1, 2))}

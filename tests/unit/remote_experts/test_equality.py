@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import OffloadConfig, load_offloaded, load_remote_experts
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.weights.widths import Width
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26]])
 WHOLE = {"a": Held(range(2)), "b": Held(range(2, 4))}

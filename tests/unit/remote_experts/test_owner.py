@@ -91,7 +91,7 @@ def test_an_owner_may_keep_its_own_weights_in_few_bits(mixtral: Path) -> None:
             for found, exact in zip(outcome(span), outcome(whole), strict=True)
         ]
     assert 0 < max(errors) < 0.1, errors
-    assert {"Linear8bitLt", "RemoteMixtralExperts"} <= kinds
+    assert {"PackedLinear", "RemoteMixtralExperts"} <= kinds
 
 
 def test_an_owner_cannot_take_its_other_weights_from_a_quantized_store(mixtral: Path, tmp_path: Path) -> None:

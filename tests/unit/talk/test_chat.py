@@ -185,7 +185,7 @@ def test_a_draft_is_kept_in_4_bits(tmp_path: Path) -> None:
     draft = load_draft(str(save_tiny("llama", tmp_path)))
     assert not isinstance(draft, str)
     kinds = {type(part).__name__ for part in draft.modules()}
-    assert "QuantizedLinear" in kinds
+    assert "PackedLinear" in kinds
     model = tiny_model("llama").eval()
     ids = torch.arange(5, 15)[None]
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

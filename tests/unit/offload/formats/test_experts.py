@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.offload.formats.experts import QuantizedFormat, QuantizingFormat, expert_format
+from swarm_plugins.offload.formats.experts import QuantizedFormat, QuantizedOnReading, expert_format
 from swarm_plugins.offload.interfaces import BufferLayout
-from swarm_plugins.offload.widths import NF4, Width
+from swarm_plugins.weights.widths import NF4, Width
 
 CPU = torch.device("cpu")
 PLAIN = BufferLayout.of(
@@ -32,7 +32,7 @@ def expert(layout: BufferLayout) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("bits", [8, 4, "nf4", 3, 2])
 def test_an_expert_quantized_beforehand_or_as_it_is_read_multiplies_alike(bits: Width) -> None:
     plain, tensors = expert(PLAIN)
-    ready, reading = QuantizedFormat(PLAIN, bits, CPU), QuantizingFormat(PLAIN, bits, CPU)
+    ready, reading = QuantizedFormat(PLAIN, bits, CPU), QuantizedOnReading(PLAIN, bits, CPU)
     assert reading.stored is PLAIN
     stored = torch.zeros(ready.stored.num_bytes, dtype=torch.uint8)
     for name, view in ready.stored.views(stored).items():
@@ -63,7 +63,7 @@ def test_transposed_weights_are_turned() -> None:
     buffer = torch.zeros(lying.num_bytes, dtype=torch.uint8)
     for name, view in lying.views(buffer).items():
         view.copy_(tensors[name].T if tensors[name].dim() == 2 else tensors[name])
-    turned, straight = QuantizingFormat(lying, 8, CPU, is_transposed=True), QuantizedFormat(PLAIN, 8, CPU)
+    turned, straight = QuantizedOnReading(lying, 8, CPU, is_transposed=True), QuantizedFormat(PLAIN, 8, CPU)
     found = torch.zeros(turned.computed.num_bytes, dtype=torch.uint8)
     turned.convert(buffer, found)
     expected = torch.zeros_like(found)

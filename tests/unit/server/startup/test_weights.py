@@ -11,11 +11,11 @@ from swarm_plugins.errors import CheckpointError
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.offload import OffloadConfig, quantize_checkpoint
 from swarm_plugins.offload.store.manifest import MANIFEST_FILE
-from swarm_plugins.offload.widths import Width
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import blocks_that_fit
 from swarm_plugins.server.startup.weights import hosted_weights
 from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.weights.widths import Width
 
 FEW = OffloadConfig(fast_bytes=60_000)
 FOUR_BITS = OffloadConfig(fast_bytes=60_000, expert_bits=4)

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_plugins.offload.formats import bnb
-from swarm_plugins.offload.formats.bnb import Int8Matrix, Nf4Matrix, int8_product
-from swarm_plugins.offload.formats.matrices import multiply
+from swarm_plugins.weights import bnb
+from swarm_plugins.weights.formats import nf4
+from swarm_plugins.weights.formats.int8 import Int8Format
+from swarm_plugins.weights.formats.nf4 import Nf4Format
+from swarm_plugins.weights.kernel import multiply
+from swarm_plugins.weights.kernels import int8
+from swarm_plugins.weights.kernels.int8 import Int8Kernel, int8_product
+from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
 
 THEIRS: Any = bitsandbytes.nn
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -34,8 +39,8 @@ def linear_4bit(weight: Tensor) -> Any:
 @FLOATS
 def test_codes_scales_and_products_are_those_of_linear4bit(dtype: torch.dtype) -> None:
     weight, rows = seeded(70, 128).to(dtype), seeded(5, 128, seed=1).to(dtype)
-    theirs, matrix = linear_4bit(weight), Nf4Matrix((70, 128))
-    ours = matrix.quantize(weight, is_fitted=True)
+    theirs, matrix = linear_4bit(weight), Nf4Kernel(Nf4Format((70, 128)))
+    ours = matrix.format.quantize(weight, is_fitted=True)
     assert torch.equal(ours["codes"].flatten(), theirs.weight.data.flatten())
     assert torch.equal(ours["scales"].flatten(), theirs.weight.quant_state.absmax)
     assert torch.equal(matrix.product(ours, rows), theirs(rows))
@@ -44,33 +49,33 @@ def test_codes_scales_and_products_are_those_of_linear4bit(dtype: torch.dtype) -
 @pytest.mark.parametrize("columns", [1, 31, 64, 65, 130])
 def test_scales_belong_to_one_row_whatever_the_width(columns: int) -> None:
     weight = seeded(6, columns)
-    matrix = Nf4Matrix((6, columns))
-    whole = matrix.widen(matrix.quantize(weight, is_fitted=True), torch.float32)
+    matrix = Nf4Kernel(Nf4Format((6, columns)))
+    whole = matrix.widen(matrix.format.quantize(weight, is_fitted=True), torch.float32)
     for index in range(6):
-        row = Nf4Matrix((1, columns))
-        alone = row.widen(row.quantize(weight[index : index + 1], is_fitted=True), torch.float32)
+        row = Nf4Kernel(Nf4Format((1, columns)))
+        alone = row.widen(row.format.quantize(weight[index : index + 1], is_fitted=True), torch.float32)
         assert torch.equal(alone, whole[index : index + 1])
 
 
 def test_a_weight_in_pieces_is_the_weight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, matrix = seeded(9, 100), Nf4Matrix((9, 100))
-    whole = matrix.quantize(weight, is_fitted=True)
-    monkeypatch.setattr(bnb, "_CHUNK_WEIGHTS", 300)
-    pieces = matrix.quantize(weight, is_fitted=True)
+    weight, matrix = seeded(9, 100), Nf4Kernel(Nf4Format((9, 100)))
+    whole = matrix.format.quantize(weight, is_fitted=True)
+    monkeypatch.setattr(nf4, "_CHUNK_WEIGHTS", 300)
+    pieces = matrix.format.quantize(weight, is_fitted=True)
     assert all(torch.equal(pieces[name], whole[name]) for name in whole)
 
 
 def test_transposed_and_double_weights_are_taken() -> None:
-    weight, matrix = seeded(64, 6), Nf4Matrix((6, 64))
-    straight = matrix.quantize(weight.T.contiguous(), is_fitted=True)
+    weight, matrix = seeded(64, 6), Nf4Kernel(Nf4Format((6, 64)))
+    straight = matrix.format.quantize(weight.T.contiguous(), is_fitted=True)
     for other in (weight.T, weight.T.double()):
-        assert torch.equal(matrix.quantize(other, is_fitted=True)["codes"], straight["codes"])
+        assert torch.equal(matrix.format.quantize(other, is_fitted=True)["codes"], straight["codes"])
     assert matrix.product(straight, seeded(2, 64).double()).dtype == torch.float64
 
 
 def test_a_weight_lies_between_the_levels_beside_it() -> None:
-    weight, matrix = seeded(32, 64), Nf4Matrix((32, 64))
-    parts = matrix.quantize(weight, is_fitted=True)
+    weight, matrix = seeded(32, 64), Nf4Kernel(Nf4Format((32, 64)))
+    parts = matrix.format.quantize(weight, is_fitted=True)
     steps = weight / parts["scales"]
     found = matrix.widen(parts, torch.float32) / parts["scales"]
     # The widest gap between two levels is that from -1 to -0.696.
@@ -80,8 +85,8 @@ def test_a_weight_lies_between_the_levels_beside_it() -> None:
 @FLOATS
 def test_the_8_bit_product_of_cuda_computes_what_ours_does(dtype: torch.dtype) -> None:
     weight, rows = seeded(48, 96), seeded(7, 96, seed=1).to(dtype)
-    matrix = Int8Matrix((48, 96))
-    parts = matrix.quantize(weight, is_fitted=True)
+    matrix = Int8Kernel(Int8Format((48, 96)))
+    parts = matrix.format.quantize(weight, is_fitted=True)
     found = int8_product(parts["codes"], parts["scales"], rows)
     expected = matrix.product(parts, rows.float())
     assert found.dtype == dtype
@@ -92,8 +97,8 @@ def test_the_8_bit_product_of_cuda_computes_what_ours_does(dtype: torch.dtype) -
 def test_the_8_bit_product_of_cuda_keeps_the_digits_of_outliers() -> None:
     weight, rows = seeded(48, 96), seeded(7, 96, seed=1)
     rows[2, 5] = 300.0
-    matrix = Int8Matrix((48, 96))
-    parts = matrix.quantize(weight, is_fitted=True)
+    matrix = Int8Kernel(Int8Format((48, 96)))
+    parts = matrix.format.quantize(weight, is_fitted=True)
     found, expected = int8_product(parts["codes"], parts["scales"], rows), matrix.product(parts, rows)
     # If the outlier set the scale of its row, the other activations would be off by more than themselves.
     assert float((found - expected)[2].norm() / matrix.product(parts, rows.clamp(max=6.0))[2].norm()) < 0.012
@@ -106,7 +111,7 @@ def test_the_8_bit_product_of_cuda_is_that_of_linear8bitlt(dtype: torch.dtype) -
     theirs = THEIRS.Linear8bitLt(96, 48, bias=False, has_fp16_weights=False, threshold=6.0)
     theirs.weight = THEIRS.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     theirs = theirs.to("cpu").eval()
-    ours = Int8Matrix((48, 96)).quantize(weight, is_fitted=True)
+    ours = Int8Format((48, 96)).quantize(weight, is_fitted=True)
     expected = theirs(rows)
     # A weight in the middle between two codes may go either way.
     assert int((ours["codes"].int() - theirs.state.CB.int()).abs().sum()) <= 5
@@ -120,7 +125,7 @@ def test_the_8_bit_product_of_cuda_is_that_of_linear8bitlt(dtype: torch.dtype) -
 
 
 def test_the_8_bit_product_of_cuda_says_nothing_and_takes_no_rows(caplog: pytest.LogCaptureFixture) -> None:
-    parts = Int8Matrix((48, 96)).quantize(seeded(48, 96), is_fitted=True)
+    parts = Int8Format((48, 96)).quantize(seeded(48, 96), is_fitted=True)
     with caplog.at_level(logging.WARNING):
         int8_product(parts["codes"], parts["scales"], seeded(2, 96).bfloat16())
         assert int8_product(parts["codes"], parts["scales"], seeded(0, 96)).shape == (0, 48)
@@ -139,7 +144,7 @@ def test_what_it_does_on_the_default_stream_is_between_before_and_after(monkeypa
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream("default"))
-    with bnb._default_stream(torch.device("cuda")):
+    with bnb.default_stream(torch.device("cuda")):
         events.append("quantizes")
     assert events == ["default waits for current", "quantizes", "current waits for default"]
 
@@ -149,17 +154,17 @@ def test_8_bits_are_its_own_from_turing_on(
     capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert bnb.has_int8_product(torch.device("cuda")) is expected
-    assert bnb.has_int8_product(torch.device("cpu")) is False
+    assert int8.has_int8_product(torch.device("cuda")) is expected
+    assert int8.has_int8_product(torch.device("cpu")) is False
 
 
 def test_where_its_8_bit_product_is_used_gradients_are_still_those_of_the_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bnb, "has_int8_product", lambda device: True)
+    monkeypatch.setattr(int8, "has_int8_product", lambda device: True)
     torch.manual_seed(0)
-    matrix = Int8Matrix((70, 96))
-    parts = matrix.quantize(torch.randn(70, 96), is_fitted=True)
+    matrix = Int8Kernel(Int8Format((70, 96)))
+    parts = matrix.format.quantize(torch.randn(70, 96), is_fitted=True)
     rows = torch.randn(4, 96)
     rows[1, 3] = 30.0
     kept = rows.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_plugins.offload.widths import num_bits, width_text
+from swarm_plugins.weights.widths import num_bits, width_text
 
 
 def test_widths_have_bits_and_words() -> None:

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.offload.formats.fitting import codes_of, fit, round_to_nearest
-from swarm_plugins.offload.formats.matrices import MatrixFormat, Part
-from swarm_plugins.offload.widths import GROUP_SIZES
+from swarm_plugins.weights.fitting import codes_of, fit, round_to_nearest
+from swarm_plugins.weights.stored import Part, QuantizingFormat
+from swarm_plugins.weights.widths import GROUP_SIZES
 
 _TILE_ROWS = 64
 _HALF = _TILE_ROWS // 2
@@ -41,32 +40,38 @@ _CHUNK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
-class GroupedMatrix(MatrixFormat):
+class GroupedFormat(QuantizingFormat):
     """A weight as codes of few bits, with a scale and an offset per group of columns.
 
-    Rows and columns are padded to multiples of 64. On the CPU each product unfolds 3 and 2 bits to 4 and rounds
-    activations to bfloat16, as torch's product requires. Elsewhere it widens the weight.
+    Rows and columns are padded to multiples of 64.
     """
 
     shape: tuple[int, int]
     bits: int
     """4, 3 or 2."""
-    is_for_cpu: bool = True
-    """Whether products run on the CPU."""
 
     @property
-    def stored(self) -> tuple[Part, ...]:
-        return self._parts(self.bits)
+    def parts(self) -> tuple[Part, ...]:
+        """Codes in tiles, and for each group of columns the scales and offsets of all rows."""
+        return self.parts_of(self.bits)
+
+    def parts_of(self, bits: int) -> tuple[Part, ...]:
+        """Returns the parts with codes that take up to 4 bits."""
+        rows, columns = self.padded_shape
+        return (
+            Part("codes", torch.uint8, (rows // _TILE_ROWS, columns * _TILE_ROWS * bits // 8)),
+            Part("scales", torch.bfloat16, (columns // self.group_size, rows, 2)),
+        )
 
     @property
-    def computed(self) -> tuple[Part, ...]:
-        """The stored parts; 4-bit codes if this CPU takes them in an order of its own."""
-        return self._parts(4) if self.is_converted else self.stored
+    def group_size(self) -> int:
+        """Columns that share a scale."""
+        return GROUP_SIZES[self.bits]
 
     @property
-    def is_converted(self) -> bool:
-        """Whether this CPU takes codes in another order than the stored one."""
-        return self.is_for_cpu and not is_native_order()
+    def padded_shape(self) -> tuple[int, int]:
+        rows, columns = self.shape
+        return -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         padded = self._padded(weight.detach())
@@ -76,46 +81,15 @@ class GroupedMatrix(MatrixFormat):
         codes, scales = zip(*pieces, strict=True)
         return {"codes": torch.cat(codes), "scales": torch.cat(scales, dim=1)}
 
-    def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Copies, or puts codes in this CPU's order."""
-        codes = stored["codes"]
-        if self.is_converted:
-            codes = torch._convert_weight_to_int4pack_for_cpu(from_tiles(unfold(codes, self.bits)).int(), 1)
-        computed["codes"].copy_(codes.view_as(computed["codes"]))
-        computed["scales"].copy_(stored["scales"])
-
-    def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        if not self.is_for_cpu:
-            return functional.linear(rows, self.widen(parts, rows.dtype))
-        return self._cpu_product(parts, rows).to(rows.dtype)
-
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        if self.is_converted:
-            # Only the product knows the order of this CPU's codes.
-            identity = torch.eye(self.shape[1], dtype=torch.bfloat16)
-            return self._cpu_product(parts, identity).T.to(dtype)
-        tiles = unfold(parts["codes"], self.bits)
         rows, columns = self.shape
-        codes = from_tiles(tiles)[:rows].reshape(rows, -1, GROUP_SIZES[self.bits])  # [out, groups, size]
-        steps = codes.to(torch.int8) - _CODE_OF_OFFSET
+        codes = from_tiles(unfold(parts["codes"], self.bits))[:rows].reshape(rows, -1, self.group_size)
+        steps = codes.to(torch.int8) - _CODE_OF_OFFSET  # [out, groups, size]
         scales, offsets = parts["scales"][:, :rows].float().transpose(0, 1).unsqueeze(-1).unbind(2)  # [out, groups, 1]
         return (steps * scales + offsets).reshape(rows, -1)[:, :columns].to(dtype)
 
-    def _parts(self, bits: int) -> tuple[Part, ...]:
-        rows, columns = self._padded_shape
-        groups = columns // GROUP_SIZES[self.bits]
-        return (
-            Part("codes", torch.uint8, (rows // _TILE_ROWS, columns * _TILE_ROWS * bits // 8)),
-            Part("scales", torch.bfloat16, (groups, rows, 2)),
-        )
-
-    @property
-    def _padded_shape(self) -> tuple[int, int]:
-        rows, columns = self.shape
-        return -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-
     def _padded(self, weight: Tensor) -> Tensor:
-        rows, columns = self._padded_shape
+        rows, columns = self.padded_shape
         if weight.shape[1] < columns:
             # Repeated, not zero: the last group keeps a grid as narrow as its weights.
             weight = torch.cat([weight, weight[:, -1:].expand(-1, columns - weight.shape[1])], dim=1)
@@ -123,23 +97,12 @@ class GroupedMatrix(MatrixFormat):
 
     def _quantize_rows(self, weight: Tensor, is_fitted: bool) -> tuple[Tensor, Tensor]:
         levels = 1 << self.bits
-        groups = weight.reshape(weight.shape[0], -1, GROUP_SIZES[self.bits])
+        groups = weight.reshape(weight.shape[0], -1, self.group_size)
         scale, low = (fit if is_fitted else round_to_nearest)(groups, levels)
         kept = torch.cat([scale, low + _CODE_OF_OFFSET * scale], dim=2).to(torch.bfloat16)  # [rows, groups, 2]
         scale, offset = kept.float().split(1, dim=2)
         codes = codes_of(groups, scale, offset - _CODE_OF_OFFSET * scale, levels).to(torch.uint8)
         return fold(to_tiles(codes.flatten(1)), self.bits), kept.transpose(0, 1)
-
-    def _cpu_product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        height, width = self._padded_shape
-        inputs = rows.to(torch.bfloat16)
-        if width > inputs.shape[1]:
-            inputs = functional.pad(inputs, (0, width - inputs.shape[1]))
-        tiles = parts["codes"] if self.is_converted else unfold(parts["codes"], self.bits)
-        product = torch._weight_int4pack_mm_for_cpu(
-            inputs.contiguous(), tiles.view(height, width // 2), GROUP_SIZES[self.bits], parts["scales"]
-        )
-        return product if height == self.shape[0] else product[:, : self.shape[0]]
 
 
 def to_tiles(codes: Tensor) -> Tensor:
@@ -182,11 +145,3 @@ def unfold(folded: Tensor, bits: int) -> Tensor:
         for place, quarter in enumerate(tiles.chunk(4, dim=1)):
             quarter |= ((words[:, half:] >> place) & _LOW_BIT) << 2
     return tiles.view(torch.uint8)
-
-
-@lru_cache(maxsize=1)
-def is_native_order() -> bool:
-    """Returns whether this CPU's product reads codes in the stored order."""
-    codes = torch.randint(16, (_TILE_ROWS, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
-    return torch.equal(packed.flatten(), to_tiles(codes.to(torch.uint8)).flatten())

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.offload.formats import bnb, grouped
-from swarm_plugins.offload.formats.experts import matrix_format
-from swarm_plugins.offload.formats.grouped import GroupedMatrix, fold, from_tiles, to_tiles, unfold
-from swarm_plugins.offload.formats.matrices import MatrixFormat, multiply
-from swarm_plugins.offload.widths import GROUP_SIZES, Width
+from swarm_plugins.weights.choice import format_of, kernel_for
+from swarm_plugins.weights.formats.groups import GroupedFormat, fold, from_tiles, to_tiles, unfold
+from swarm_plugins.weights.kernel import Kernel, multiply
+from swarm_plugins.weights.kernels import int4pack, int8
+from swarm_plugins.weights.kernels.int4pack import Int4PackKernel
+from swarm_plugins.weights.kernels.widening import WideningKernel
+from swarm_plugins.weights.stored import QuantizingFormat
+from swarm_plugins.weights.widths import GROUP_SIZES, Width
 
 CPU = torch.device("cpu")
 WIDTHS: list[Width] = [8, 4, "nf4", 3, 2]
@@ -29,9 +32,10 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def computed(matrix: MatrixFormat, weight: Tensor, *, is_fitted: bool = True) -> dict[str, Tensor]:
+def computed(matrix: Kernel, weight: Tensor, *, is_fitted: bool = True) -> dict[str, Tensor]:
+    assert isinstance(matrix.format, QuantizingFormat)
     parts = {part.name: torch.empty(part.shape, dtype=part.dtype) for part in matrix.computed}
-    matrix.convert(matrix.quantize(weight, is_fitted=is_fitted), parts)
+    matrix.convert(matrix.format.quantize(weight, is_fitted=is_fitted), parts)
     return parts
 
 
@@ -40,7 +44,7 @@ def computed(matrix: MatrixFormat, weight: Tensor, *, is_fitted: bool = True) ->
 def test_errors_are_those_of_the_width(bits: Width, is_fitted: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn(192, 256) * 0.05
-    matrix = matrix_format((192, 256), bits, CPU)
+    matrix = kernel_for(format_of((192, 256), bits), CPU)
     found = matrix.widen(computed(matrix, weight, is_fitted=is_fitted), torch.float32)
     limit = (FITTED_ERROR if is_fitted else ROUNDED_ERROR)[bits]
     assert limit / 2 < relative(found, weight) < limit
@@ -48,8 +52,8 @@ def test_errors_are_those_of_the_width(bits: Width, is_fitted: bool) -> None:
 
 @pytest.mark.parametrize(("bits", "bits_kept"), [(8, 8.125), (4, 4.5), ("nf4", 4.5), (3, 3.5), (2, 3.0)])
 def test_a_weight_takes_what_the_docs_say(bits: Width, bits_kept: float) -> None:
-    matrix = matrix_format((256, 256), bits, CPU)
-    assert sum(part.dtype.itemsize * torch.Size(part.shape).numel() for part in matrix.stored) * 8 == bits_kept * 65536
+    matrix = kernel_for(format_of((256, 256), bits), CPU)
+    assert sum(part.num_bytes for part in matrix.format.parts) * 8 == bits_kept * 65536
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -57,7 +61,7 @@ def test_a_weight_takes_what_the_docs_say(bits: Width, bits_kept: float) -> None
 def test_products_are_those_of_the_widened_weight(bits: Width, shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
     weight, rows = torch.randn(shape), torch.randn(5, shape[1])
-    matrix = matrix_format(shape, bits, CPU)
+    matrix = kernel_for(format_of(shape, bits), CPU)
     parts = computed(matrix, weight)
     expected = functional.linear(rows, matrix.widen(parts, torch.float32))
     # 16 bits of activations with 8-bit weights.
@@ -70,10 +74,10 @@ def test_products_are_those_of_the_widened_weight(bits: Width, shape: tuple[int,
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_stored_and_converted_parts_are_the_same_weight(bits: int, shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    here, elsewhere = GroupedMatrix(shape, bits), GroupedMatrix(shape, bits, is_for_cpu=False)
-    stored = here.quantize(weight, is_fitted=True)
+    here, elsewhere = Int4PackKernel(GroupedFormat(shape, bits)), WideningKernel(GroupedFormat(shape, bits))
+    stored = here.format.quantize(weight, is_fitted=True)
     assert {name: (one.dtype, tuple(one.shape)) for name, one in stored.items()} == {
-        part.name: (part.dtype, part.shape) for part in here.stored
+        part.name: (part.dtype, part.shape) for part in here.format.parts
     }
     wide = elsewhere.widen(stored, torch.float32)
     # A CPU without AVX-512 has an order of its own, and widens by a product with bfloat16 results.
@@ -86,10 +90,10 @@ def test_stored_and_converted_parts_are_the_same_weight(bits: int, shape: tuple[
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_a_cpu_with_another_order_of_codes_computes_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, rows = torch.randn(70, 96), torch.randn(3, 96)
-    matrix = GroupedMatrix((70, 96), bits)
+    matrix = Int4PackKernel(GroupedFormat((70, 96), bits))
     parts = computed(matrix, weight)
     expected, wide = matrix.product(parts, rows), matrix.widen(parts, torch.float32)
-    monkeypatch.setattr(grouped, "is_native_order", lambda: False)
+    monkeypatch.setattr(int4pack, "is_native_order", lambda: False)
     assert matrix.is_converted
     parts = computed(matrix, weight)
     assert torch.equal(matrix.product(parts, rows), expected)
@@ -98,10 +102,10 @@ def test_a_cpu_with_another_order_of_codes_computes_the_same(bits: int, monkeypa
 
 
 @pytest.mark.skipif(
-    not bnb._HAS_DOT_PRODUCTS, reason="this CPU multiplies 8 bits as floats, whose sums depend on the rows"
+    not int8._HAS_DOT_PRODUCTS, reason="this CPU multiplies 8 bits as floats, whose sums depend on the rows"
 )
 def test_a_row_of_8_bits_does_not_depend_on_the_other_rows() -> None:
-    matrix = matrix_format((64, 96), 8, CPU)
+    matrix = kernel_for(format_of((64, 96), 8), CPU)
     parts = computed(matrix, torch.randn(64, 96))
     rows = torch.randn(9, 96)
     together = matrix.product(parts, rows)
@@ -111,7 +115,7 @@ def test_a_row_of_8_bits_does_not_depend_on_the_other_rows() -> None:
 
 def test_outliers_in_activations_cost_8_bit_products_no_digits() -> None:
     torch.manual_seed(3)
-    matrix = matrix_format((64, 96), 8, CPU)
+    matrix = kernel_for(format_of((64, 96), 8), CPU)
     parts = computed(matrix, torch.randn(64, 96))
     rows = torch.randn(2, 96)
     rows[:, 5] = 100.0
@@ -120,17 +124,17 @@ def test_outliers_in_activations_cost_8_bit_products_no_digits() -> None:
 
 
 def test_without_integer_dot_products_8_bits_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = matrix_format((64, 96), 8, CPU)
+    matrix = kernel_for(format_of((64, 96), 8), CPU)
     parts = computed(matrix, torch.randn(64, 96))
     rows = torch.randn(2, 96)
     expected = matrix.product(parts, rows)
-    monkeypatch.setattr("swarm_plugins.offload.formats.bnb._HAS_DOT_PRODUCTS", False)
+    monkeypatch.setattr("swarm_plugins.weights.kernels.int8._HAS_DOT_PRODUCTS", False)
     assert relative(matrix.product(parts, rows), expected) < 1e-4
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_gradients_of_rows_are_those_of_the_widened_weight_and_nothing_wide_is_kept(bits: Width) -> None:
-    matrix = matrix_format((70, 96), bits, CPU)
+    matrix = kernel_for(format_of((70, 96), bits), CPU)
     parts = computed(matrix, torch.randn(70, 96))
     rows = torch.randn(4, 96, requires_grad=True)
     kept: list[int] = []
@@ -156,7 +160,7 @@ def test_gradients_of_rows_are_those_of_the_widened_weight_and_nothing_wide_is_k
     ],
 )
 def test_degenerate_weights_stay_near_themselves(bits: Width, weight: Tensor) -> None:
-    matrix = matrix_format((3, 70), bits, CPU)
+    matrix = kernel_for(format_of((3, 70), bits), CPU)
     found = matrix.widen(computed(matrix, weight), torch.float32)
     # A group far from zero loses the digits that bfloat16 cannot hold. nf4 has no offset: its highest levels are 0.28
     # apart.
@@ -175,7 +179,7 @@ def test_no_weight_is_further_off_than_the_step_of_its_group(
     bits: int, shape: tuple[int, int], seed: int, size: float
 ) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
-    matrix = matrix_format(shape, bits, CPU)
+    matrix = kernel_for(format_of(shape, bits), CPU)
     found = matrix.widen(computed(matrix, weight, is_fitted=False), torch.float32)
     columns = shape[1] if bits == 8 else GROUP_SIZES[bits]
     for start in range(0, shape[1], columns):

@@ -1,0 +1,1 @@
+"""Frozen weights: how their bytes lie (`formats`), how products are formed (`kernels`), and what holds them."""

@@ -1,0 +1,1 @@
+"""How products with a weight are formed: one kernel a module."""

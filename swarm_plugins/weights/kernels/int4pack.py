@@ -1,0 +1,71 @@
+"""torch's product with 4-bit codes on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarm_plugins.weights.formats.groups import GroupedFormat, from_tiles, to_tiles, unfold
+from swarm_plugins.weights.kernel import Kernel
+from swarm_plugins.weights.stored import Part
+
+_TILE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Int4PackKernel(Kernel):
+    """Each product unfolds 3 and 2 bits to 4 and rounds activations to bfloat16, as torch's product requires."""
+
+    format: GroupedFormat
+
+    @property
+    def computed(self) -> tuple[Part, ...]:
+        """The stored parts; 4-bit codes if this CPU takes them in an order of its own."""
+        return self.format.parts_of(4) if self.is_converted else self.format.parts
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether this CPU takes codes in another order than the stored one."""
+        return not is_native_order()
+
+    def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
+        """Copies, or puts codes in this CPU's order."""
+        codes = stored["codes"]
+        if self.is_converted:
+            unfolded = from_tiles(unfold(codes, self.format.bits))
+            codes = torch._convert_weight_to_int4pack_for_cpu(unfolded.int(), 1)
+        computed["codes"].copy_(codes.view_as(computed["codes"]))
+        computed["scales"].copy_(stored["scales"])
+
+    def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        return self._product(parts, rows).to(rows.dtype)
+
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        if not self.is_converted:
+            return self.format.widen(parts, dtype)
+        # Only the product knows the order of this CPU's codes.
+        return self._product(parts, torch.eye(self.format.shape[1], dtype=torch.bfloat16)).T.to(dtype)
+
+    def _product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        height, width = self.format.padded_shape
+        inputs = rows.to(torch.bfloat16)
+        if width > inputs.shape[1]:
+            inputs = functional.pad(inputs, (0, width - inputs.shape[1]))
+        tiles = parts["codes"] if self.is_converted else unfold(parts["codes"], self.format.bits)
+        product = torch._weight_int4pack_mm_for_cpu(
+            inputs.contiguous(), tiles.view(height, width // 2), self.format.group_size, parts["scales"]
+        )
+        return product if height == self.format.shape[0] else product[:, : self.format.shape[0]]
+
+
+@lru_cache(maxsize=1)
+def is_native_order() -> bool:
+    """Returns whether this CPU's product reads codes in the stored order."""
+    codes = torch.randint(16, (_TILE_ROWS, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return torch.equal(packed.flatten(), to_tiles(codes.to(torch.uint8)).flatten())

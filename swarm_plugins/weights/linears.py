@@ -1,0 +1,121 @@
+"""Linear layers with a weight in a stored format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.weights.choice import format_of, kernel_for
+from swarm_plugins.weights.kernel import multiply
+from swarm_plugins.weights.stored import StoredFormat
+from swarm_plugins.weights.widths import Width
+
+# A layer with fewer features on a side, such as the gate of a shared expert, saves nothing and would lose the most.
+_MIN_FEATURES = 32
+_ROUTERS = ("gate", "router")
+"""Names of routers next to ``experts``; a rounded router would choose other experts."""
+
+
+def tensor_name(part: str) -> str:
+    """Returns the name in the layer of a part of its weight: the codes are ``weight``."""
+    return "weight" if part == "codes" else f"weight_{part}"
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose ``weight`` holds codes, made of the stored parts of a weight; it takes PEFT's adapters."""
+
+    def __init__(
+        self,
+        stored: StoredFormat,
+        parts: Mapping[str, Tensor],
+        bias: nn.Parameter | None,
+        device: torch.device,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = stored.shape
+        self._kernel = kernel_for(stored, device)
+        for name, tensor in self._kernel.prepare(parts).items():
+            if name == "codes":
+                self.weight = nn.Parameter(tensor.to(device), requires_grad=False)
+            else:
+                self.register_buffer(tensor_name(name), tensor.to(device))
+        self.register_parameter("bias", bias)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The parts of the weight that products use."""
+        return {part.name: getattr(self, tensor_name(part.name)) for part in self._kernel.computed}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
+        result = multiply(self._kernel, self.parts, input.reshape(-1, self.in_features))
+        result = result.reshape(*input.shape[:-1], self.out_features)
+        return result if self.bias is None else result + self.bias.to(result.dtype)
+
+    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the weight, ``[out, in]``."""
+        return self._kernel.widen(self.parts, dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self._kernel.format}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        before = self.parts
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.weight.device
+        # A cast of the model changes the type it computes in; scales keep the type that the product takes.
+        for name, tensor in before.items():
+            if name != "codes":
+                setattr(self, tensor_name(name), tensor.to(device))
+        if device != before["codes"].device:
+            if self._kernel.is_converted:
+                raise UnsupportedError(
+                    "this quantized layer was arranged for this CPU and cannot be moved to "
+                    f"{device}: load the model with device={str(device)!r}"
+                )
+            self._kernel = kernel_for(self._kernel.format, device)
+        return self
+
+
+def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Returns by name the linear layers that may be in few bits: all but the output head, routers and tiny ones."""
+    head: Any = model.get_output_embeddings()
+    left_out = {id(head)}
+    for module in model.modules():
+        if any(is_fused_experts(child) for child in module.children()):
+            routers = [getattr(module, name, None) for name in _ROUTERS]
+            left_out.update(id(part) for router in routers if router is not None for part in router.modules())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and id(module) not in left_out and is_large_enough(module)
+    }
+
+
+def is_large_enough(linear: nn.Linear) -> bool:
+    """Returns whether fewer bits would save anything."""
+    return min(linear.in_features, linear.out_features) >= _MIN_FEATURES
+
+
+def wide_weight(linear: nn.Linear) -> Tensor:
+    """Returns the weight of a linear layer, ``[out, in]``, widened if it is packed."""
+    return linear.widened() if isinstance(linear, PackedLinear) else linear.weight
+
+
+def packed(linear: nn.Linear, bits: Width, *, is_fitted: bool = False) -> PackedLinear:
+    """Returns a linear layer with the weight of another in few bits."""
+    stored = format_of((linear.out_features, linear.in_features), bits)
+    parts = stored.quantize(linear.weight, is_fitted=is_fitted)
+    return PackedLinear(stored, parts, linear.bias, linear.weight.device)
+
+
+def quantize_linears(model: PreTrainedModel, bits: Width, *, is_fitted: bool = False) -> None:
+    """Replaces the linear layers of a model that may be in few bits, in place."""
+    for name, linear in quantizable_linears(model).items():
+        model.set_submodule(name, packed(linear, bits, is_fitted=is_fitted))
