@@ -30,6 +30,8 @@ from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.loading import config_for, take_generation_config
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.weights.published.placing import place, plain_names
+from swarm_plugins.weights.published.weights import Published
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
@@ -53,19 +55,31 @@ def load_remote(
     Raises:
         CheckpointError: If a tensor cannot be read or has a wrong shape.
     """
-    config = config_for(base_class, checkpoint.config)
+    published = Published.of(checkpoint)
+    config = config_for(base_class, copy.deepcopy(checkpoint.config))
+    # transformers would make packed layers of its own.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     for setting, value in config_changes.items():
         setattr(config, setting, value)
     with torch.device("meta"):
         outline = base_class(config)
     path, conversions = layer_list_name(outline), Conversions(outline)
     # Not the tower of a checkpoint whose language model alone is asked for.
-    own = [name for name in client_tensors(checkpoint, path) if conversions.is_known(conversions.target(name)[0])]
-    local = _local_tensors(checkpoint, path, stack.blocks)
+    share, local = client_tensors(checkpoint, path), _local_tensors(checkpoint, path, stack.blocks)
+    placing = None
+    if published is not None:
+        placing = place(published, outline, {name: name for name in (*share, *local)})
+        share, local = plain_names(placing, share), plain_names(placing, local)
+    own = [name for name in share if conversions.is_known(conversions.target(name)[0])]
+    tensors = checkpoint.read([*own, *local], what=_SHARE + (_LOCAL if local else ""))
+    if placing is not None:
+        # What is packed here as well is widened: a head, blocks at the ends.
+        tensors.update(placing.widened(torch.float32))
     model = model_from_tensors(
         base_class,
         config,
-        checkpoint.read([*own, *local], what=_SHARE + (_LOCAL if local else "")),
+        tensors,
         "auto" if dtype is None else dtype,
         name,
         trim=lambda model: make_remote(find_layers(model), stack, device),

@@ -39,6 +39,8 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
+from swarm_plugins.weights.published.placing import Placing, place, plain_names
+from swarm_plugins.weights.published.weights import Published
 
 DEFAULT_KV_BYTES = 1 << 30
 _OTHER_TOKENS = {
@@ -72,7 +74,8 @@ def load_span(
         blocks: Global indices of the blocks, consecutive.
         dtype: Floating type to compute in. None: the checkpoint's.
         device: Where to run.
-        quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept.
+        quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept. A checkpoint
+            that is published in few bits keeps its own with ``none``.
         kv_bytes: Budget for the keys and values of all sessions.
         pool: A budget that another span has, to share; ``kv_bytes`` is not used then.
         offload: Budgets of experts that stay on disk, to be read when tokens are routed to them; some blocks may have
@@ -96,34 +99,34 @@ def load_span(
     tied = tied_blocks(checkpoint.config)
     check_borders(blocks, tied, num_blocks_of(checkpoint.config))
     pool = pool or KVPool(kv_bytes)
-    store = open_quantized(checkpoint)
-    if store is not None:
-        _check_store(store, checkpoint, offload, elsewhere)
-    config = _span_config(checkpoint, store)
+    store, published = open_quantized(checkpoint), Published.of(checkpoint)
+    _check_stored(store, published, checkpoint, quantization, offload, elsewhere)
+    config = _span_config(checkpoint)
     base_class = class_for_task(config, "model", MODEL_MAPPING)
     with torch.device("meta"):
-        path = layer_list_name(base_class(copy.deepcopy(config)))
+        outline = base_class(copy.deepcopy(config))
+    path = layer_list_name(outline)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    place = torch.device(device)
+    where = torch.device(device)
     moe = None
     if offload is not None:
         _check_offload(offload, store, quantization)
         moe = MoeCheckpoint.inspect(checkpoint, store, dtype=wanted, layers=blocks)
-        check_budget(moe, formats_of(moe, offload, place), offload, place)
+        check_budget(moe, formats_of(moe, offload, where), offload, where)
         moe.store.fetch()
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
         moe.check_has_experts(blocks)
-    loader = _BlockLoader(checkpoint, base_class, config, path, wanted, place, quantization, moe)
+    loader = _BlockLoader(checkpoint, base_class, config, path, wanted, where, quantization, moe, published, outline)
     first, *further = loader.groups(blocks)
     model = loader.load(first, progress)
     for group in further:
         _move_blocks(loader.load(group, progress), model, path, group)
     experts = None
     if moe is not None and offload is not None:
-        experts = attach_experts(model, moe, offload, place) if moe.paths else None
+        experts = attach_experts(model, moe, offload, where) if moe.paths else None
         if store is not None:
-            store.install_linears(model, place, _quantized_linears(moe, path, blocks))
+            store.install_linears(model, where, _quantized_linears(moe, path, blocks))
     elif moe is not None and elsewhere is not None:
         prefix = f"{base_class.base_model_prefix}."
         for block, name in moe.paths.items():
@@ -158,6 +161,10 @@ class _BlockLoader:
     quantization: str
     moe: MoeCheckpoint | None
     """Tells which weights stay on disk; None: all are loaded."""
+    published: Published | None
+    """Finds weights that are packed in the checkpoint. None: it has none."""
+    outline: PreTrainedModel
+    """The base model without storage."""
 
     def groups(self, blocks: range) -> list[range]:
         """Cuts a span into runs of blocks of bounded size: a block exists twice while it is converted."""
@@ -185,9 +192,15 @@ class _BlockLoader:
             if self.moe is not None:
                 empty_modules(module for module in model.modules() if is_fused_experts(module))
                 leave_out(model, _quantized_linears(self.moe, self.path, blocks).values())
+            if placing is not None:
+                placing.leave_out(model)
 
-        names = self._names(blocks)
+        names, placing = self._names(blocks), None
+        if self.published is not None:
+            placing = place(self.published, self.outline, {name: self._spelled(name) for name in names})
+            names = plain_names(placing, names)
         tensors, name = self._read(names, blocks, progress), self.checkpoint.name
+        biases = {} if placing is None else self._take_biases(placing, tensors)
         try:
             model = model_from_tensors(self.base_class, self.config, tensors, self.dtype, name, trim=trim)
         except CheckpointError:
@@ -196,10 +209,19 @@ class _BlockLoader:
         model.requires_grad_(False)
         nn.Module.to(model, self.device)
         fill_in(model, self.dtype, self.device)
+        if placing is not None:
+            placing.install(model, biases, self.dtype, self.device)
         if self.quantization != "none":
             for block in blocks:
                 quantize_block(_layers(model, self.path)[block], self.quantization)
         return model
+
+    def _take_biases(self, placing: Placing, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes out of plain tensors what goes into packed layers, and adds the weights that cannot stay packed."""
+        tensors.update({self._spelled(name): wide for name, wide in placing.widened_others(self.dtype).items()})
+        prefix = f"{self.base_class.base_model_prefix}."
+        found = {path: tensors.pop(f"{prefix}{path}.bias", None) for path in placing.linears}
+        return {path: bias for path, bias in found.items() if bias is not None}
 
     def _names(self, blocks: range) -> list[str]:
         names = block_tensors(self.checkpoint, self.path, blocks)
@@ -209,16 +231,30 @@ class _BlockLoader:
         return [name for name in names if name in others]
 
     def _read(self, names: Sequence[str], blocks: range, progress: bool) -> dict[str, Tensor]:
-        prefix = layer_prefix(self.checkpoint, self.path)
-        # HF's conversions are written for the names of a whole causal language model.
-        target = f"{self.base_class.base_model_prefix}.{self.path}."
         tensors = self.checkpoint.read(names, progress=progress, what=f"blocks {blocks.start}:{blocks.stop}")
-        return {target + name[len(prefix) :]: tensor for name, tensor in tensors.items()}
+        return {self._spelled(name): tensor for name, tensor in tensors.items()}
+
+    def _spelled(self, name: str) -> str:
+        # HF's conversions are written for the names of a whole causal language model.
+        prefix = layer_prefix(self.checkpoint, self.path)
+        return f"{self.base_class.base_model_prefix}.{self.path}.{name[len(prefix) :]}"
 
 
-def _check_store(
-    store: QuantizedStore, checkpoint: Checkpoint, offload: OffloadConfig | None, elsewhere: ExpertsElsewhere | None
+def _check_stored(
+    store: QuantizedStore | None,
+    published: Published | None,
+    checkpoint: Checkpoint,
+    quantization: str,
+    offload: OffloadConfig | None,
+    elsewhere: ExpertsElsewhere | None,
 ) -> None:
+    if published is not None and quantization != "none":
+        raise ConfigError(
+            f"quantization is {quantization!r} and {checkpoint.name} is published as {published.name}: leave "
+            "quantization at 'none', its weights stay as they are"
+        )
+    if store is None:
+        return
     if elsewhere is not None:
         raise ConfigError(
             f"{checkpoint.name} is a quantized store, and experts are at other peers: give the model that it was made "
@@ -282,19 +318,14 @@ def _move_blocks(source: PreTrainedModel, target: PreTrainedModel, path: str, bl
         _layers(target, path)[block] = layer
 
 
-def _span_config(checkpoint: Checkpoint, store: QuantizedStore | None) -> PreTrainedConfig:
+def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     # A copy: the attention implementation is switched in it while calls run.
     config = copy.deepcopy(checkpoint.config.get_text_config(decoder=True))
     if config.model_type in _OTHER_TOKENS:
         raise UnsupportedError(f"{config.model_type} cannot be served: {_OTHER_TOKENS[config.model_type]}")
-    quantization = getattr(config, "quantization_config", None)
-    if store is not None and quantization is not None:
+    # transformers would make packed layers of its own.
+    if hasattr(config, "quantization_config"):
         del config.quantization_config
-    elif quantization is not None:
-        raise UnsupportedError(
-            f"{checkpoint.name} is stored quantized ({quantization}): give the unquantized checkpoint, "
-            "and quantize while serving with quantization='int8' or 'nf4'"
-        )
     for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, flag, False):
             setattr(config, flag, False)

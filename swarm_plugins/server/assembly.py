@@ -18,10 +18,12 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.weights.published.weights import Published
 
 
 def assembled(checkpoint: Checkpoint, spans: HostedSpans) -> Service:
     """Returns a service of blocks, with a compute thread that runs."""
+    published = Published.of(checkpoint)
     scheduler = Scheduler(spans)
     scheduler.start()
     announced = ServerInfo(
@@ -31,7 +33,7 @@ def assembled(checkpoint: Checkpoint, spans: HostedSpans) -> Service:
         start=spans.spec.blocks.start,
         end=spans.spec.blocks.stop,
         dtype=str(spans.spec.dtype).removeprefix("torch."),
-        quantization="none",
+        quantization="none" if published is None else published.name,
         codecs=CODECS,
     )
     return Service(announced=announced, runner=spans, scheduler=scheduler)

@@ -24,6 +24,8 @@ from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ProtocolError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.versions import ModelVersion
+from swarm_plugins.weights.published.methods import is_published_name
+from swarm_plugins.weights.published.weights import Published
 
 if TYPE_CHECKING:
     from swarm_plugins.blocks import KVCache, Span
@@ -59,7 +61,8 @@ class Kind:
             UnsupportedError: If it is not a floating type that blocks compute in.
         """
         found = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.dtype)
-        if found is None or self.quantization not in ("none", "int8", "nf4"):
+        is_known = self.quantization in ("none", "int8", "nf4") or is_published_name(self.quantization)
+        if found is None or not is_known:
             raise UnsupportedError(
                 f"blocks of {self.dtype!r}, quantized {self.quantization!r}, cannot be computed here"
             )
@@ -199,7 +202,15 @@ class LocalBlocks:
             # Late: a client that checks nothing does not load what runs blocks.
             from swarm_plugins.blocks import load_span
 
-            span = load_span(self._opened(), piece, dtype=kind.torch_dtype, quantization=kind.quantization)
+            checkpoint = self._opened()
+            published = Published.of(checkpoint)
+            if (published is None) == is_published_name(kind.quantization) or (
+                published is not None and published.name != kind.quantization
+            ):
+                stored = "wide" if published is None else f"published as {published.name}"
+                raise UncheckableError(f"{checkpoint.name} is {stored}, the server says {kind.quantization!r}")
+            quantization = kind.quantization if published is None else "none"
+            span = load_span(checkpoint, piece, dtype=kind.torch_dtype, quantization=quantization)
             num_bytes = sum(tensor.nbytes for tensor in (*span.model.parameters(), *span.model.buffers()))
             while self._spans and sum(size for _, size in self._spans.values()) + num_bytes > self.limit_bytes:
                 self._spans.popitem(last=False)

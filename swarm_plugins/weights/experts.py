@@ -61,5 +61,12 @@ def quantize_experts(module: Any, bits: Width) -> None:
             experts = [stored.quantize(weight, is_fitted=False) for weight in weights]
             delattr(module, name)
             setattr(module, name, PackedExperts(stored, experts, is_transposed=is_transposed))
+    run_packed(module)
+
+
+def run_packed(module: nn.Module) -> None:
+    """Makes fused experts run from packed weights, which some of their parameters have become."""
     plain = type(module)
+    if issubclass(plain, _RunsPacked):
+        return
     module.__class__ = type(f"Packed{plain.__name__}", (_RunsPacked, plain), {"__module__": plain.__module__})

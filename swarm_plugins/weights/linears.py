@@ -66,13 +66,12 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self._kernel.format}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        before = self.parts
+        before = {name: tensor.data for name, tensor in self.parts.items()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.weight.device
-        # A cast of the model changes the type it computes in; scales keep the type that the product takes.
+        # A cast of the model changes the type it computes in; codes and scales keep the type that the product takes.
         for name, tensor in before.items():
-            if name != "codes":
-                setattr(self, tensor_name(name), tensor.to(device))
+            getattr(self, tensor_name(name)).data = tensor.to(device)
         if device != before["codes"].device:
             if self._kernel.is_converted:
                 raise UnsupportedError(

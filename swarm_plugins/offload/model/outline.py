@@ -50,8 +50,9 @@ def refuse_quantized(config: PreTrainedConfig, name: str) -> None:
     """
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
-            f"{name} is stored quantized ({config.quantization_config}): give the unquantized checkpoint; "
-            "its experts can be quantized with OffloadConfig(expert_bits=...)"
+            f"{name} is stored quantized ({config.quantization_config}): give the unquantized checkpoint, "
+            "whose experts can be quantized with OffloadConfig(expert_bits=...), "
+            "or serve this one with all experts loaded"
         )
 
 

@@ -32,6 +32,7 @@ _SCARCE_BYTES = 64 << 20
 _MOST_ACTIVATION_BYTES = 16 << 30
 _QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.57}
 """Bytes per weight, scales included."""
+_WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EXPERTS = ".experts."
 """Part of expert tensors' names in nearly all families, and in quantized stores with a dot before. In other families
 fewer blocks are taken than would fit."""
@@ -70,7 +71,8 @@ def _hosted_bytes(info: TensorInfo, config: ServeConfig) -> float:
     numel, dtype = math.prod(info.shape), info.dtype
     if len(info.shape) > 1 and config.quantization in _QUANTIZED_BYTES:
         return numel * _QUANTIZED_BYTES[config.quantization]
-    if config.dtype is not None and dtype.is_floating_point:
+    # Codes that are published in few bits stay as they are.
+    if config.dtype is not None and dtype in _WIDE:
         dtype = getattr(torch, config.dtype)
     return float(numel * dtype.itemsize)
 

@@ -12,6 +12,7 @@ from swarm_plugins.offload.store.quantized_store import open_quantized
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.versions import ModelVersion
 from swarm_plugins.weights.choice import width_on
+from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.widths import Width
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class HostedWeights(NamedTuple):
     version: ModelVersion
     """Of the weights as they were published."""
     quantization: str
-    """How they are kept: ``none``, ``int8``, ``nf4``, or the widths of experts and others."""
+    """How they are kept: ``none``, ``int8``, ``nf4``, the widths of experts and others, or how they were published."""
 
 
 def hosted_weights(checkpoint: Checkpoint, config: ServeConfig) -> HostedWeights:
@@ -34,10 +35,13 @@ def hosted_weights(checkpoint: Checkpoint, config: ServeConfig) -> HostedWeights
 
     Raises:
         CheckpointError: If a file cannot be read, or a store is damaged.
+        UnsupportedError: If the checkpoint is published in few bits in a way that is not known.
     """
     store = open_quantized(checkpoint)
     if store is None:
-        return HostedWeights(checkpoint.version, _quantization(config))
+        published = Published.of(checkpoint)
+        kept = _quantization(config) if published is None else published.name
+        return HostedWeights(checkpoint.version, kept)
     base = store.manifest.base_version
     log.info("blocks of %s are announced as blocks of %s", checkpoint.name, base)
     if checkpoint.directory is None:

@@ -1,0 +1,210 @@
+"""Where the packed weights of a checkpoint belong in a model, and how they get there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist, dot_natural_key
+
+from swarm_plugins.checkpoint.conversions import Conversions
+from swarm_plugins.checkpoint.loading import leave_out
+from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.weights.experts import PackedExperts, run_packed
+from swarm_plugins.weights.formats.stacked import StackedFormat
+from swarm_plugins.weights.linears import PackedLinear
+from swarm_plugins.weights.published.weights import PackedWeight, Published
+
+Stack = tuple[tuple[PackedWeight, ...], ...]
+"""The weights of a fused parameter, from top to bottom; of each, one per expert, or a single one that has all."""
+
+
+@dataclass
+class Placing:
+    """What a model gets from packed weights."""
+
+    published: Published
+    taken: set[str] = field(default_factory=set)
+    """Names of all their tensors."""
+    linears: dict[str, PackedWeight] = field(default_factory=dict)
+    """By path of the layer in the model."""
+    experts: dict[str, Stack] = field(default_factory=dict)
+    """By path of the parameter."""
+    others: dict[str, PackedWeight] = field(default_factory=dict)
+    """Weights of modules that take plain ones only, by path of the parameter."""
+
+    def leave_out(self, model: nn.Module) -> None:
+        """Takes out of a model what `install` puts there, before weights have memory."""
+        leave_out(model, self.linears)
+        for path in self.experts:
+            owner, _, name = path.rpartition(".")
+            module = model.get_submodule(owner)
+            del module._parameters[name]
+            # Or transformers would initialise what it thinks is missing.
+            module._is_hf_initialized = True  # type: ignore[assignment]
+
+    def install(self, model: nn.Module, biases: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Reads packed weights and puts them into a model.
+
+        Args:
+            model: The model, after `leave_out`.
+            biases: Of linear layers that have one, by path of the layer.
+            dtype: Floating type of the biases.
+            device: Where to compute.
+
+        Raises:
+            CheckpointError: If scales are zero, NaN or infinite, or indices out of range.
+        """
+        for path, weight in self.linears.items():
+            [parts] = self.published.read([weight])
+            bias = biases.get(path)
+            own = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
+            model.set_submodule(path, PackedLinear(weight.format, parts, own, device))
+        for path, stack in self.experts.items():
+            owner, _, name = path.rpartition(".")
+            module = model.get_submodule(owner)
+            packed = self._packed_experts(stack, is_transposed=bool(module.is_transposed))
+            setattr(module, name, packed.to(device))
+            run_packed(module)
+
+    def widened(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns all packed weights as plain tensors, by the names that they would have in the checkpoint.
+
+        Raises:
+            CheckpointError: If scales are zero, NaN or infinite, or indices out of range.
+        """
+        stacks = [weight for stack in self.experts.values() for group in stack for weight in group]
+        return {**self._widened((*self.linears.values(), *stacks), dtype), **self.widened_others(dtype)}
+
+    def widened_others(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the weights of modules that take plain ones only."""
+        return self._widened(self.others.values(), dtype)
+
+    def _widened(self, weights: Iterable[PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
+        found = {}
+        for weight in weights:
+            wide = [weight.format.widen(parts, dtype) for parts in self.published.read([weight])]
+            # Stacked weights lie as the module has them: [in, out].
+            found[weight.name] = wide[0] if weight.num_experts is None else torch.stack([one.T for one in wide])
+        return found
+
+    def _packed_experts(self, stack: Stack, *, is_transposed: bool) -> PackedExperts:
+        columns = [self.published.read(group) for group in stack]
+        if len(columns) == 1:
+            return PackedExperts(stack[0][0].format, columns[0], is_transposed=is_transposed)
+        format = StackedFormat(tuple(group[0].format for group in stack))
+        experts = [format.join(list(pieces)) for pieces in zip(*columns, strict=True)]
+        return PackedExperts(format, experts, is_transposed=is_transposed)
+
+
+def place(published: Published, outline: PreTrainedModel, spelled: Mapping[str, str]) -> Placing:
+    """Finds the packed weights among some tensors, and where transformers puts them in a model.
+
+    Args:
+        published: Of the checkpoint.
+        outline: The model, without storage.
+        spelled: Names as in the checkpoint of a whole causal language model, by name in this one.
+
+    Raises:
+        CheckpointError: If a tensor is missing, or of another type or shape than the config says.
+        UnsupportedError: If a weight has to be rearranged in a way that packed ones cannot be.
+    """
+    rules, placing = Conversions(outline), Placing(published)
+    groups = published.groups(spelled)
+    parts: dict[str, defaultdict[str | None, list[str]]] = {}
+    for plain in sorted(groups, key=dot_natural_key):
+        placing.taken.update(groups[plain].values())
+        target, pattern = rules.target(_as_spelled(plain, groups[plain], spelled))
+        if rules.is_known(target):
+            parts.setdefault(target, defaultdict(list))[pattern].append(plain)
+    for target, by_pattern in parts.items():
+        _place_one(placing, outline, rules, target, by_pattern, groups)
+    return placing
+
+
+def _as_spelled(plain: str, group: Mapping[str, str], spelled: Mapping[str, str]) -> str:
+    """Returns the name of a plain weight with the prefix that one of its tensors is given."""
+    name = group["codes"]
+    shared = len(_common_end(name, spelled[name]))
+    return spelled[name][: len(spelled[name]) - shared] + plain[len(name) - shared :]
+
+
+def _common_end(first: str, second: str) -> str:
+    length = 0
+    while length < min(len(first), len(second)) and first[-1 - length] == second[-1 - length]:
+        length += 1
+    return first[len(first) - length :]
+
+
+def _place_one(
+    placing: Placing,
+    outline: PreTrainedModel,
+    rules: Conversions,
+    target: str,
+    by_pattern: Mapping[str | None, list[str]],
+    groups: Mapping[str, Mapping[str, str]],
+) -> None:
+    owner, _, _ = target.rpartition(".")
+    module, shape = outline.get_submodule(owner), tuple(outline.get_parameter(target).shape)
+    weight = placing.published.weight
+    if is_fused_experts(module) and len(shape) == 3:
+        placing.experts[target] = _stack(placing.published, rules, module, target, by_pattern, groups)
+        return
+    plains = by_pattern.get(None, [])
+    if len(shape) != 2 or len(by_pattern) != 1 or len(plains) != 1:
+        raise UnsupportedError(
+            f"{target} is made of {', '.join(str(names[0]) for names in by_pattern.values())}, which are packed and "
+            "cannot be rearranged: give the unquantized checkpoint"
+        )
+    found = weight(plains[0], groups[plains[0]], (shape[0], shape[1]))
+    kind = placing.linears if type(module) is nn.Linear else placing.others
+    kind[owner if kind is placing.linears else target] = found
+
+
+def _stack(
+    published: Published,
+    rules: Conversions,
+    module: nn.Module,
+    target: str,
+    by_pattern: Mapping[str | None, list[str]],
+    groups: Mapping[str, Mapping[str, str]],
+) -> Stack:
+    num_experts, *sides = module.get_parameter(target.rpartition(".")[2]).shape
+    rows, columns = reversed(sides) if module.is_transposed else sides
+    if set(by_pattern) == {None}:
+        [plain] = by_pattern[None]
+        return ((published.weight(plain, groups[plain], (rows, columns), num_experts),),)
+    patterns = [pattern for pattern in by_pattern if pattern is not None]
+    converter = rules.converter(patterns)
+    operations = list(converter.operations) if converter is not None else []
+    if module.is_transposed or not operations or not all(_keeps_rows(one) for one in operations):
+        raise UnsupportedError(
+            f"{target} is made by {', '.join(type(one).__name__ for one in operations) or 'no rule'} of packed "
+            "weights, which cannot be rearranged: give the unquantized checkpoint"
+        )
+    wanted = list(converter.source_patterns)
+    for pattern in wanted:
+        count = len(by_pattern.get(pattern, []))
+        if count != num_experts:
+            raise CheckpointError(
+                f"{published.checkpoint.name} has {count} of {num_experts} packed weights like {pattern!r} for "
+                f"{target}: fetch it again"
+            )
+    shape = (rows // len(wanted), columns)
+    return tuple(tuple(published.weight(plain, groups[plain], shape) for plain in by_pattern[one]) for one in wanted)
+
+
+def _keeps_rows(operation: object) -> bool:
+    if isinstance(operation, MergeModulelist):
+        return operation.dim == 0
+    return isinstance(operation, Concatenate) and operation.dim == 1
+
+
+def plain_names(placing: Placing | None, names: Iterable[str]) -> list[str]:
+    """Returns the names of tensors that are not of packed weights."""
+    return [name for name in names if placing is None or name not in placing.taken]

@@ -1,0 +1,168 @@
+"""The packed weights among the tensors of a checkpoint: checked against headers, read, and widened."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.weights.published.methods import UNUSED, Method, method_of
+from swarm_plugins.weights.stored import PublishedFormat
+
+_OWN_METHOD = "swarm_plugins"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_TOLD = ("shape", "state")
+"""Tensors that tell about a weight and are not among its parts."""
+_MAX_TOLD_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight, or one of each expert, in the tensors of a checkpoint."""
+
+    name: str
+    """What it would be called were it not packed."""
+    tensors: Mapping[str, str]
+    """Names of its tensors, by part."""
+    format: PublishedFormat
+    num_experts: int | None
+    """How many of them each tensor stacks. None: it is one weight."""
+
+
+class Published:
+    """Finds packed weights among the tensors of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        method: How its weights were packed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, method: Method) -> None:
+        self.checkpoint = checkpoint
+        self.method = method
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self | None:
+        """Returns what finds the packed weights of a checkpoint; None if its config says that there are none.
+
+        Raises:
+            UnsupportedError: If they are packed in a way that is not known.
+        """
+        config = checkpoint.config
+        stated = getattr(config, "quantization_config", None)
+        if stated is None:
+            stated = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+        if stated is None:
+            return None
+        settings = stated if isinstance(stated, Mapping) else stated.to_dict()
+        if settings.get("quant_method") == _OWN_METHOD:
+            return None
+        return cls(checkpoint, method_of(settings, checkpoint.name))
+
+    @property
+    def name(self) -> str:
+        """What servers announce."""
+        return self.method.name
+
+    def groups(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Returns the tensors of packed weights among some names, by part, by the name of the plain weight.
+
+        Raises:
+            CheckpointError: If a weight of codes has no scales.
+        """
+        found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for name in names:
+            plain, part = self._plain(name)
+            if plain is not None:
+                found[plain][part if part != UNUSED else f"{UNUSED} {name}"] = name
+        return {plain: group for plain, group in found.items() if self._is_packed(plain, group)}
+
+    def _plain(self, name: str) -> tuple[str | None, str]:
+        # The longest: weight.absmax, not absmax of a module named weight.
+        for suffix in sorted(self.method.suffixes, key=len, reverse=True):
+            end = suffix if suffix.startswith("_") else f".{suffix}"
+            if name.endswith(end):
+                return name.removesuffix(end) + ("" if suffix.startswith("_") else ".weight"), self.method.suffixes[
+                    suffix
+                ]
+        return None, ""
+
+    def _is_packed(self, plain: str, group: Mapping[str, str]) -> bool:
+        if "codes" not in group:
+            # Such as a bias named otherwise, or scales of caches.
+            return False
+        info = self.checkpoint.tensors[group["codes"]]
+        parts = [part for part in group if not part.startswith(UNUSED)]
+        if info.dtype in _FLOATS:
+            return False
+        if len(parts) < 2:
+            raise CheckpointError(
+                f"{info.name} in {self.checkpoint.name} is stored as {info.dtype} without scales, which {self.name} "
+                "needs: fetch the checkpoint again"
+            )
+        return True
+
+    def weight(
+        self, plain: str, tensors: Mapping[str, str], shape: tuple[int, int], num_experts: int | None = None
+    ) -> PackedWeight:
+        """Returns a packed weight ``[out, in]`` after comparing it with the headers of its tensors.
+
+        Raises:
+            CheckpointError: If a tensor is missing, or of another type or shape.
+        """
+        infos = {part: self.checkpoint.tensors[name] for part, name in tensors.items()}
+        module = plain.removesuffix(".weight")
+        try:
+            found = self.method.format(module, shape, infos)
+            for part in found.file_parts:
+                info = infos.get(part.name)
+                wanted = part.shape if num_experts is None else (num_experts, *part.shape)
+                if info is None:
+                    raise ValueError(f"it has no {part.name}")
+                if (info.dtype, info.shape) != (part.dtype, wanted):
+                    raise ValueError(
+                        f"{info.name} is {list(info.shape)} of {info.dtype}, a weight of {list(shape)} needs "
+                        f"{list(wanted)} of {part.dtype}"
+                    )
+            for told in _TOLD:
+                if told in infos and infos[told].num_bytes > _MAX_TOLD_BYTES:
+                    raise ValueError(f"{infos[told].name} has {infos[told].num_bytes} bytes")
+        except ValueError as exc:
+            raise self._wrong(plain, exc) from exc
+        return PackedWeight(plain, tensors, found, num_experts)
+
+    def read(self, weights: Sequence[PackedWeight], *, progress: bool = False) -> list[dict[str, Tensor]]:
+        """Reads weights; returns the parts of each, and of each expert of those that are stacked.
+
+        Raises:
+            CheckpointError: If scales are zero, NaN or infinite, or indices out of range.
+        """
+        wanted = [name for weight in weights for name in self._needed(weight)]
+        tensors = self.checkpoint.read(wanted, progress=progress)
+        found = []
+        for weight in weights:
+            parts = {part: tensors[name] for part, name in weight.tensors.items() if name in tensors}
+            experts = [parts]
+            if weight.num_experts is not None:
+                experts = [{part: one[index] for part, one in parts.items()} for index in range(weight.num_experts)]
+            try:
+                found += [weight.format.checked(one) for one in experts]
+            except ValueError as exc:
+                raise self._wrong(weight.name, exc) from exc
+        return found
+
+    def _needed(self, weight: PackedWeight) -> list[str]:
+        kept = {part.name for part in weight.format.file_parts} | set(_TOLD)
+        return [name for part, name in weight.tensors.items() if part in kept]
+
+    def _wrong(self, plain: str, why: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{plain} in {self.checkpoint.name} is not what its quantization_config ({self.name}) asks for: {why}; "
+            "fetch the checkpoint again"
+        )

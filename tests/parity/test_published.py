@@ -1,0 +1,110 @@
+"""Checkpoints as they are published: a swarm gives the numbers of the widened model, and keeps the file's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.weights.linears import PackedLinear
+
+pytest.importorskip("compressed_tensors", exc_type=ImportError)
+from published_models import WAYS, save_mxfp4, save_published
+
+# Sums of an expert's products run in another order.
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+IDS = torch.arange(5, 17)[None]
+DENSE = [pytest.param((way, "llama"), id=way) for way in WAYS]
+MIXTURES = [
+    pytest.param((way, family), id=f"{way}-{family}")
+    for family in ("mixtral", "deepseek_v3")
+    for way in ("fp8", "int4-groups", "gptq-order")
+]
+
+
+class Served(NamedTuple):
+    """A published checkpoint on two servers, and its widened twin here."""
+
+    directory: Path
+    swarm: InProcessSwarm
+    remote: PreTrainedModel
+    local: PreTrainedModel
+
+
+@pytest.fixture(params=[*DENSE, *MIXTURES, pytest.param(("mxfp4", "gpt_oss"), id="mxfp4-gpt_oss")])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    way, family = request.param
+    directory, twin = save_mxfp4(tmp_path) if way == "mxfp4" else save_published(way, family, tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, experts_implementation="eager").eval()
+    with InProcessSwarm(directory, dtype=torch.float32) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
+        yield Served(directory, swarm, remote, local)
+
+
+def test_a_swarm_gives_the_numbers_of_the_widened_model(served: Served) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(served.remote(IDS).logits, served.local(IDS).logits, **CLOSE)
+    found = served.remote.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, served.local.generate(IDS, max_new_tokens=4, do_sample=False))
+    _check_gradients(served)
+    _check_memory(served)
+
+
+def _check_gradients(served: Served) -> None:
+    grads = []
+    for model in (served.remote, served.local):
+        embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
+        model(inputs_embeds=embedded, labels=IDS).loss.backward()
+        grads.append(embedded.grad)
+    torch.testing.assert_close(*grads, **CLOSE)
+
+
+def _check_memory(served: Served) -> None:
+    stored = held = 0
+    with safe_open(served.directory / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if ".layers." in name]  # noqa: SIM118
+        stored = sum(file.get_tensor(name).nbytes for name in names)
+    for service in served.swarm.services.values():
+        model = service.runner._spans[0].model  # type: ignore[attr-defined]
+        # Tables of rotary embeddings are no weights.
+        tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if "layers" in n}}
+        held += sum(tensor.nbytes for tensor in tensors.values())
+    assert held <= 1.1 * stored
+
+
+@pytest.mark.parametrize("served", [pytest.param(("fp8", "llama"), id="fp8")], indirect=True)
+def test_a_lora_trained_on_packed_blocks_is_the_one_of_the_widened_ones(served: Served) -> None:
+    found = []
+    for model in (served.remote, served.local):
+        torch.manual_seed(0)
+        tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        optimizer = torch.optim.SGD([one for one in tuned.parameters() if one.requires_grad], lr=0.1)
+        tuned(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        found.append({name: one.detach() for name, one in tuned.named_parameters() if "lora" in name})
+    torch.testing.assert_close(*found, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("served", [pytest.param(("fp8", "llama"), id="fp8")], indirect=True)
+def test_a_killed_server_is_replaced(served: Served) -> None:
+    served.swarm.add(2, range(2, 4))
+    served.remote(IDS)
+    served.swarm.kill("peer1")
+    torch.testing.assert_close(served.remote(IDS).logits, served.local(IDS).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("served", [pytest.param(("fp8", "llama"), id="fp8")], indirect=True)
+def test_linear_layers_keep_their_codes(served: Served) -> None:
+    model = served.swarm.services["peer0"].runner._spans[0].model  # type: ignore[attr-defined]
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert {module.weight.dtype for module in packed} == {torch.float8_e4m3fn}
+    assert len(packed) == 14
