@@ -361,7 +361,7 @@ def method_of(config: Mapping[str, Any], checkpoint_name: str) -> Method:
 def _typed(config: Mapping[str, Any], type: type[T]) -> T:
     try:
         return msgspec.convert(dict(config), type)
-    except msgspec.ValidationError as exc:
+    except msgspec.MsgspecError as exc:
         raise UnsupportedError(one_line(exc)) from exc
 
 
