@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lies_kit import finish_checks, verifier_of
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.verification import Quarantine
 from swarm_plugins.weights.linears import PackedLinear
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
@@ -108,3 +110,32 @@ def test_linear_layers_keep_their_codes(served: Served) -> None:
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert {module.weight.dtype for module in packed} == {torch.float8_e4m3fn}
     assert len(packed) == 14
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "served",
+    [pytest.param(("fp8", "mixtral"), id="fp8"), pytest.param(("mxfp4", "gpt_oss"), id="mxfp4")],
+    indirect=True,
+)
+def test_blocks_at_the_client_are_widened(served: Served) -> None:
+    remote = AutoSwarmModelForCausalLM.from_pretrained(
+        served.directory, connection=served.swarm.connection, dtype=torch.float32, local_blocks=(1, 1)
+    )
+    torch.testing.assert_close(remote(IDS).logits, served.local(IDS).logits, **CLOSE)
+
+
+def test_honest_servers_of_packed_blocks_are_checked_and_not_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
+    directory, _ = save_published("fp8", "llama", tmp_path)
+    with InProcessSwarm(directory, dtype=torch.float32, config=SwarmConfig(verify="on", micro_batches=1)) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        verifier_of(remote).checker.chance = lambda: 0.0
+        with torch.no_grad():
+            remote(IDS)
+        finish_checks(remote)
+        assert set(verifier_of(remote).checker.checked) == set(swarm.peers)
+    assert not Quarantine(tmp_path / "cache" / "quarantine").peers()
+    assert "failed (failure" not in caplog.text
