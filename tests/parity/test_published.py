@@ -11,12 +11,15 @@ import torch
 from lies_kit import finish_checks, verifier_of
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.weights.linears import PackedLinear
+from swarm_plugins.weights.published.weights import Published
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
 from published_models import WAYS, save_mxfp4, save_published
@@ -49,6 +52,21 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
     with InProcessSwarm(directory, dtype=torch.float32) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
         yield Served(directory, swarm, remote, local)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_widened_weights_have_the_bits_of_their_library(way: str, tmp_path: Path) -> None:
+    directory, twin = save_published(way, "llama", tmp_path)
+    published = Published.of(Checkpoint.open(directory))
+    assert published is not None
+    expected = load_file(twin / "model.safetensors")
+    groups = published.groups(published.checkpoint.tensors)
+    assert len(groups) == 28
+    for plain, group in groups.items():
+        rows, columns = expected[plain].shape
+        weight = published.weight(plain, group, (rows, columns))
+        [parts] = published.read([weight])
+        assert torch.equal(weight.format.widen(parts, torch.float32), expected[plain])
 
 
 def test_a_swarm_gives_the_numbers_of_the_widened_model(served: Served) -> None:
