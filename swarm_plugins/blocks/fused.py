@@ -28,6 +28,7 @@ from swarm_plugins.blocks.attending import SDPA, attend
 from swarm_plugins.blocks.calls import BlockList, CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
+from swarm_plugins.weights.kernels.plain import is_for_onednn, is_turned, onednn_product
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,6 @@ _SMALL: dict[str, Any] = {
 """Settings of the layer by which a family is compared with its fused block."""
 _FEW_ROWS = 16
 """Products of so many rows are joined, as far as nothing else speaks against it."""
-_FEWEST_ROWS = 4
-"""oneDNN multiplies from so many rows on."""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Takes rows ``[n, in]``, a weight ``[in, out]`` and a bias."""
 
@@ -328,7 +327,10 @@ def _family(module: nn.Module) -> str:
 
 def _join(parts: Sequence[nn.Parameter]) -> Tensor:
     """Returns one tensor with all parts, which become views of it: the weights do not exist twice."""
-    joined = torch.cat([part.detach() for part in parts])
+    if is_turned(parts[0]):
+        joined = torch.cat([part.detach().t() for part in parts], dim=1).t()
+    else:
+        joined = torch.cat([part.detach() for part in parts])
     for part, place in zip(parts, joined.split([len(part) for part in parts]), strict=True):
         part.data = place
     return joined
@@ -336,17 +338,17 @@ def _join(parts: Sequence[nn.Parameter]) -> Tensor:
 
 def _is_few(rows: Tensor) -> bool:
     """Returns whether oneDNN multiplies such rows faster: a few, and more than two or three."""
-    is_known = rows.device.type == "cpu" and rows.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return is_known and _FEWEST_ROWS <= rows.shape[0] <= _FEW_ROWS and not torch.is_grad_enabled()
+    return rows.shape[0] <= _FEW_ROWS and is_for_onednn(rows)
 
 
 def plain_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns what a linear layer does; see `Product`."""
+    if weight.is_contiguous() and is_for_onednn(rows):
+        return product_of_few(rows, weight, bias)
     return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
 
 
 def product_of_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the same, by oneDNN."""
-    # torch leaves float32 to BLAS, which takes 1.5 to 2.7 times as long for 8 rows as for one.
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.t(), bias, "none", [], "")
-    return result
+    # BLAS takes 1.5 to 2.7 times as long for 8 rows as for one.
+    return onednn_product(rows, weight.t(), bias)

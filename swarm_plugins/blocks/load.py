@@ -20,7 +20,7 @@ from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.outside import fill_in, take_out
 from swarm_plugins.blocks.probing.probe import Traits, probe
-from swarm_plugins.blocks.quantize import check_quantization, quantize_block
+from swarm_plugins.blocks.quantize import arrange_block, check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.borders import check_borders, tied_blocks
 from swarm_plugins.checkpoint import (
@@ -61,6 +61,7 @@ def load_span(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     quantization: str = "none",
+    kernel: str | None = None,
     kv_bytes: int = DEFAULT_KV_BYTES,
     pool: KVPool | None = None,
     offload: OffloadConfig | None = None,
@@ -76,6 +77,8 @@ def load_span(
         device: Where to run.
         quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept. A checkpoint
             that is published in few bits keeps its own with ``none``.
+        kernel: How products with them are formed on a CPU: one of `swarm_plugins.weights.choice.candidates`. None: the
+            first of them, without looking which is fast here.
         kv_bytes: Budget for the keys and values of all sessions.
         pool: A budget that another span has, to share; ``kv_bytes`` is not used then.
         offload: Budgets of experts that stay on disk, to be read when tokens are routed to them; some blocks may have
@@ -117,7 +120,9 @@ def load_span(
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
         moe.check_has_experts(blocks)
-    loader = _BlockLoader(checkpoint, base_class, config, path, wanted, where, quantization, moe, published, outline)
+    loader = _BlockLoader(
+        checkpoint, base_class, config, path, wanted, where, quantization, kernel, moe, published, outline
+    )
     first, *further = loader.groups(blocks)
     model = loader.load(first, progress)
     for group in further:
@@ -159,6 +164,7 @@ class _BlockLoader:
     dtype: torch.dtype
     device: torch.device
     quantization: str
+    kernel: str | None
     moe: MoeCheckpoint | None
     """Tells which weights stay on disk; None: all are loaded."""
     published: Published | None
@@ -213,7 +219,10 @@ class _BlockLoader:
             placing.install(model, biases, self.dtype, self.device)
         if self.quantization != "none":
             for block in blocks:
-                quantize_block(_layers(model, self.path)[block], self.quantization)
+                quantize_block(_layers(model, self.path)[block], self.quantization, kernel=self.kernel)
+        elif self.kernel is not None and self.device.type == "cpu":
+            for block in blocks:
+                arrange_block(_layers(model, self.path)[block], self.kernel)
         return model
 
     def _take_biases(self, placing: Placing, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

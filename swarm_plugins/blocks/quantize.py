@@ -5,14 +5,14 @@ Activations, norms, routers of one output and caches stay as they are; gradients
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.weights.experts import quantize_experts
-from swarm_plugins.weights.linears import is_large_enough, packed
+from swarm_plugins.weights.experts import arrange_experts, quantize_experts
+from swarm_plugins.weights.linears import arranged, is_large_enough, packed
 from swarm_plugins.weights.widths import NF4, Width
 
 _WIDTHS: Mapping[str, Width] = {"int8": 8, "nf4": NF4}
@@ -26,12 +26,28 @@ def check_quantization(kind: str) -> None:
         raise ConfigError(f"unknown quantization {kind!r}; known: {', '.join(QUANTIZATIONS)}")
 
 
-def quantize_block(block: nn.Module, kind: str) -> None:
-    """Replaces the weights of a block's linear layers and fused experts."""
+def quantize_block(block: nn.Module, kind: str, *, kernel: str | None = None) -> None:
+    """Replaces the weights of a block's linear layers and fused experts; ``kernel``: as for `packed`."""
     bits = _WIDTHS[kind]
+    for parent, name, child in _frozen(block):
+        if type(child) is nn.Linear:
+            setattr(parent, name, packed(child, bits, kernel=kernel))
+        else:
+            quantize_experts(child, bits)
+
+
+def arrange_block(block: nn.Module, kernel: str) -> None:
+    """Arranges the weights of a block's linear layers and fused experts, as wide as they are, for a kernel."""
+    for parent, name, child in _frozen(block):
+        if type(child) is nn.Linear:
+            setattr(parent, name, arranged(child, kernel))
+        else:
+            arrange_experts(child, kernel)
+
+
+def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields what holds most of a block's weights, with its name and the module that it is in."""
     for parent in list(block.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and is_large_enough(child):
-                setattr(parent, name, packed(child, bits))
-            elif is_fused_experts(child):
-                quantize_experts(child, bits)
+            if (type(child) is nn.Linear and is_large_enough(child)) or is_fused_experts(child):
+                yield parent, name, child

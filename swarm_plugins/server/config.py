@@ -17,6 +17,7 @@ MIN_REQUEST_BYTES = 16 << 20
 LEAST_ACTIVATION_BYTES = 512 << 20
 """Least budget for graphs that a server chooses itself."""
 QUANTIZATIONS = ("none", "int8", "nf4")
+KERNELS = ("plain", "turned", "onednn", "half", "int_mm", "fbgemm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,10 @@ class ServeConfig(NodeConfig):
 
     quantization: str = "none"
     """How the weights are kept: ``none``, ``int8`` or ``nf4``."""
+
+    kernel: str | None = None
+    """How a CPU forms products: ``plain``, ``turned`` or ``onednn`` in float32, ``plain``, ``half`` or ``onednn`` in 16
+    bits, ``int_mm`` or ``fbgemm`` in int8. None: what is fastest here. Name one to repeat another server's numbers."""
 
     offload: OffloadConfig | None = None
     """Keep experts on disk, and as many in memory as fit these budgets. None: all weights are loaded."""
@@ -122,6 +127,8 @@ class ServeConfig(NodeConfig):
             raise ConfigError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
+        if self.kernel is not None and self.kernel not in KERNELS:
+            raise ConfigError(f"unknown kernel {self.kernel!r}; known: {', '.join(KERNELS)}")
         self._check_experts()
         self._check_numbers()
 

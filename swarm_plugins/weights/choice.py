@@ -1,19 +1,30 @@
-"""Which format a width is, and which kernel computes with a format on a device."""
+"""Which format a width is, and which kernels can compute with a format on a device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.weights.formats.groups import GroupedFormat
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.nf4 import Nf4Format
+from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import Kernel
+from swarm_plugins.weights.kernels.half import HalfKernel, has_fbgemm
 from swarm_plugins.weights.kernels.int4pack import Int4PackKernel
-from swarm_plugins.weights.kernels.int8 import Int8Kernel
+from swarm_plugins.weights.kernels.int8 import HAS_DOT_PRODUCTS, Int8Kernel
+from swarm_plugins.weights.kernels.int8_fbgemm import Int8FbgemmKernel
 from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
+from swarm_plugins.weights.kernels.onednn import OneDnnKernel, has_onednn
+from swarm_plugins.weights.kernels.plain import PlainKernel, TurnedKernel
 from swarm_plugins.weights.kernels.widening import WideningKernel
 from swarm_plugins.weights.stored import QuantizingFormat, StoredFormat
 from swarm_plugins.weights.widths import NF4, Width
+
+PLAIN, TURNED, ONEDNN, HALF = "plain", "turned", "onednn", "half"
+INT_MM, FBGEMM = "int_mm", "fbgemm"
 
 
 def half_type(dtype: torch.dtype) -> torch.dtype:
@@ -39,8 +50,49 @@ def format_of(shape: tuple[int, int], bits: Width) -> QuantizingFormat:
     return GroupedFormat(shape, bits)
 
 
-def kernel_for(stored: StoredFormat, device: torch.device) -> Kernel:
-    """Returns what multiplies with weights of a format on a device."""
+def candidates(stored: StoredFormat) -> Mapping[str, Callable[[], Kernel]]:
+    """Returns the kernels between which a CPU has a choice, by name, the one to use without a choice first.
+
+    All keep the promise of the format's type. Kernels that this processor or build of torch lacks are left out.
+    """
+    found: dict[str, Callable[[], Kernel]] = {}
+    if isinstance(stored, PlainFormat):
+        found[PLAIN] = lambda: PlainKernel(stored)
+        if stored.dtype == torch.float32:
+            found[TURNED] = lambda: TurnedKernel(stored)
+        elif has_fbgemm():
+            found[HALF] = lambda: HalfKernel(stored)
+        if has_onednn(stored.dtype):
+            found[ONEDNN] = lambda: OneDnnKernel(stored)
+    elif isinstance(stored, Int8Format):
+        found[INT_MM] = lambda: Int8Kernel(stored)
+        # Without integer dot products FBGEMM adds pairs in 16 bits, which overflow.
+        if has_fbgemm() and HAS_DOT_PRODUCTS:
+            found[FBGEMM] = lambda: Int8FbgemmKernel(stored)
+    return found
+
+
+def kernel_for(stored: StoredFormat, device: torch.device, name: str | None = None) -> Kernel:
+    """Returns what multiplies with weights of a format on a device.
+
+    Args:
+        stored: The format.
+        device: Where the weight is.
+        name: One of its `candidates` on a CPU. None: the first of them, or the only kernel there is.
+
+    Raises:
+        ConfigError: If the named kernel does not compute with the format here.
+    """
+    if name is not None and device.type == "cpu":
+        known = candidates(stored)
+        if name not in known:
+            raise ConfigError(
+                f"kernel {name!r} does not multiply with {stored} on this machine; it has "
+                f"{', '.join(known) or 'no choice of kernels for this format'}"
+            )
+        return known[name]()
+    if isinstance(stored, PlainFormat):
+        return PlainKernel(stored)
     if isinstance(stored, Int8Format):
         return Int8Kernel(stored)
     if isinstance(stored, Nf4Format):

@@ -20,6 +20,11 @@ class Kernel(ABC):
     format: StoredFormat
 
     @property
+    def is_opaque(self) -> bool:
+        """Whether `prepare` returns objects of a library, which cannot lie in a buffer, instead of ``computed``."""
+        return False
+
+    @property
     def computed(self) -> tuple[Part, ...]:
         """The parts that products use."""
         return self.format.parts
@@ -34,15 +39,19 @@ class Kernel(ABC):
         for name, tensor in computed.items():
             tensor.copy_(stored[name])
 
+    def takes(self, stored: Mapping[str, Tensor]) -> bool:
+        """Returns whether the numbers of a weight are in the kernel's range."""
+        return True
+
     @abstractmethod
-    def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+    def product(self, parts: Mapping[str, Any], rows: Tensor) -> Tensor:
         """Multiplies rows ``[T, in]`` by computed parts, without gradients: ``[T, out]`` in the type of the rows."""
 
-    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def widen(self, parts: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         """Returns the weight ``[out, in]`` of computed parts."""
         return self.format.widen(parts, dtype)
 
-    def prepare(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def prepare(self, stored: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns computed parts for stored ones: these themselves where nothing has to be converted."""
         if not self.is_converted:
             return dict(stored)
@@ -51,7 +60,7 @@ class Kernel(ABC):
         return computed
 
 
-def multiply(kernel: Kernel, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+def multiply(kernel: Kernel, parts: Mapping[str, Any], rows: Tensor) -> Tensor:
     """Multiplies rows ``[T, in]`` by computed parts; gradients flow to the rows, without keeping a wide weight."""
     if torch.is_grad_enabled() and rows.requires_grad:
         result: Tensor = _Product.apply(rows, kernel, parts)  # type: ignore[no-untyped-call]
@@ -63,7 +72,7 @@ class _Product(torch.autograd.Function):
     """A product that widens its weight again for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, kernel: Kernel, parts: Mapping[str, Tensor]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, kernel: Kernel, parts: Mapping[str, Any]) -> Tensor:
         ctx.kernel, ctx.parts = kernel, parts
         return kernel.product(parts, rows)
 

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from swarm_plugins.checkpoint.hollow import hollow_tensor
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.weights.choice import format_of, kernel_for
-from swarm_plugins.weights.kernel import multiply
+from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.kernel import Kernel, multiply
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
 # A layer with fewer features on a side, such as the gate of a shared expert, saves nothing and would lose the most.
-_MIN_FEATURES = 32
+MIN_FEATURES = 32
 _ROUTERS = ("gate", "router")
 """Names of routers next to ``experts``; a rounded router would choose other experts."""
 
@@ -28,7 +30,10 @@ def tensor_name(part: str) -> str:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose ``weight`` holds codes, made of the stored parts of a weight; it takes PEFT's adapters."""
+    """A linear layer whose ``weight`` holds codes, made of the stored parts of a weight; it takes PEFT's adapters.
+
+    A kernel that keeps the weight in an object of a library leaves ``weight`` hollow: shape and type without values.
+    """
 
     def __init__(
         self,
@@ -36,11 +41,18 @@ class PackedLinear(nn.Linear):
         parts: Mapping[str, Tensor],
         bias: nn.Parameter | None,
         device: torch.device,
+        kernel: Kernel | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = stored.shape
-        self._kernel = kernel_for(stored, device)
-        for name, tensor in self._kernel.prepare(parts).items():
+        self._kernel = kernel or kernel_for(stored, device)
+        prepared = self._kernel.prepare(parts)
+        if self._kernel.is_opaque:
+            self._opaque = prepared
+            codes = hollow_tensor(torch.Size(stored.shape), stored.parts[0].dtype, device)
+            self.weight = nn.Parameter(codes, requires_grad=False)
+            prepared = {}
+        for name, tensor in prepared.items():
             if name == "codes":
                 self.weight = nn.Parameter(tensor.to(device), requires_grad=False)
             else:
@@ -48,8 +60,10 @@ class PackedLinear(nn.Linear):
         self.register_parameter("bias", bias)
 
     @property
-    def parts(self) -> dict[str, Tensor]:
+    def parts(self) -> Mapping[str, Any]:
         """The parts of the weight that products use."""
+        if self._kernel.is_opaque:
+            return self._opaque
         return {part.name: getattr(self, tensor_name(part.name)) for part in self._kernel.computed}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -66,19 +80,19 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self._kernel.format}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        before = {name: tensor.data for name, tensor in self.parts.items()}
+        # A cast of the model changes the type it computes in; codes and scales keep the type that the product takes.
+        before = {"codes": self.weight.data} if self._kernel.is_opaque else {n: t.data for n, t in self.parts.items()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.weight.device
-        # A cast of the model changes the type it computes in; codes and scales keep the type that the product takes.
-        for name, tensor in before.items():
-            getattr(self, tensor_name(name)).data = tensor.to(device)
         if device != before["codes"].device:
-            if self._kernel.is_converted:
+            if self._kernel.is_converted or self._kernel.is_opaque:
                 raise UnsupportedError(
-                    "this quantized layer was arranged for this CPU and cannot be moved to "
+                    "this frozen layer was arranged for this CPU and cannot be moved to "
                     f"{device}: load the model with device={str(device)!r}"
                 )
             self._kernel = kernel_for(self._kernel.format, device)
+        for name, tensor in before.items():
+            getattr(self, tensor_name(name)).data = tensor.to(device)
         return self
 
 
@@ -99,7 +113,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 def is_large_enough(linear: nn.Linear) -> bool:
     """Returns whether fewer bits would save anything."""
-    return min(linear.in_features, linear.out_features) >= _MIN_FEATURES
+    return min(linear.in_features, linear.out_features) >= MIN_FEATURES
 
 
 def wide_weight(linear: nn.Linear) -> Tensor:
@@ -107,11 +121,25 @@ def wide_weight(linear: nn.Linear) -> Tensor:
     return linear.widened() if isinstance(linear, PackedLinear) else linear.weight
 
 
-def packed(linear: nn.Linear, bits: Width, *, is_fitted: bool = False) -> PackedLinear:
-    """Returns a linear layer with the weight of another in few bits."""
-    stored = format_of((linear.out_features, linear.in_features), bits)
+def packed(linear: nn.Linear, bits: Width, *, is_fitted: bool = False, kernel: str | None = None) -> PackedLinear:
+    """Returns a linear layer with the weight of another in few bits; ``kernel`` is one of its format's `candidates`."""
+    stored, device = format_of((linear.out_features, linear.in_features), bits), linear.weight.device
     parts = stored.quantize(linear.weight, is_fitted=is_fitted)
-    return PackedLinear(stored, parts, linear.bias, linear.weight.device)
+    return PackedLinear(stored, parts, linear.bias, device, kernel_for(stored, device, kernel))
+
+
+def arranged(linear: nn.Linear, kernel: str) -> nn.Linear:
+    """Returns a frozen linear layer with the weight of another, as wide, arranged for one of the `candidates`.
+
+    A weight beyond a kernel's range stays as it is. Layouts that `torch.nn.Linear` computes with change in place.
+    """
+    weight = linear.weight.detach()
+    stored = PlainFormat((linear.out_features, linear.in_features), weight.dtype)
+    made, parts = kernel_for(stored, weight.device, kernel), {"codes": weight}
+    if made.is_opaque:
+        return PackedLinear(stored, parts, linear.bias, weight.device, made) if made.takes(parts) else linear
+    linear.weight.data = made.prepare(parts)["codes"]
+    return linear
 
 
 def quantize_linears(model: PreTrainedModel, bits: Width, *, is_fitted: bool = False) -> None:

@@ -19,6 +19,7 @@ from swarm_plugins.server.background import in_thread
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.hosted import storages
 from swarm_plugins.server.startup.capacity import Speed, measure
+from swarm_plugins.server.startup.kernels import kernel_of
 from swarm_plugins.server.startup.network_rate import Surroundings, network_rate
 from swarm_plugins.server.startup.placing import Rates
 from swarm_plugins.transport.server_info import ServerInfo
@@ -39,6 +40,8 @@ class SpanLoader:
     """Replaces experts elsewhere by zeros inside the context, where there may be no holders yet."""
     pool: KVPool | None = None
     """The KV budget of all spans. None: the next span makes it."""
+    _kernel: tuple[str | None] | None = None
+    """What the first span has found; a server keeps to it, so that its numbers stay the same."""
 
     def load(self, blocks: range) -> Span:
         """Loads a span; takes seconds to minutes.
@@ -47,6 +50,8 @@ class SpanLoader:
             SwarmError: If the checkpoint or a setting is at fault.
         """
         config = self.config
+        if self._kernel is None:
+            self._kernel = (kernel_of(self.checkpoint, blocks, config, self.device),)
         # The span is tried once when it has been loaded; holders may come later.
         with self.rehearsing():
             return load_span(
@@ -55,6 +60,7 @@ class SpanLoader:
                 dtype=None if config.dtype is None else getattr(torch, config.dtype),
                 device=self.device,
                 quantization=config.quantization,
+                kernel=self._kernel[0],
                 kv_bytes=config.kv_bytes,
                 pool=self.pool,
                 offload=config.offload if self.elsewhere is None else None,

@@ -21,7 +21,7 @@ _OUTLIER_THRESHOLD = 6.0
 # The first generation (Turing) whose integer units the 8-bit product is written for.
 _LEAST_CAPABILITY = (7, 5)
 # Without integer dot products the product is either slow or adds pairs in 16 bits, which overflow.
-_HAS_DOT_PRODUCTS: bool = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
+HAS_DOT_PRODUCTS: bool = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Int8Kernel(Kernel):
         if rows.is_cuda:
             return functional.linear(rows, self.widen(parts, rows.dtype))
         wide = rows.float()
-        product = _split_product(wide, codes) if _HAS_DOT_PRODUCTS else functional.linear(wide, codes.float())
+        product = _split_product(wide, codes) if HAS_DOT_PRODUCTS else functional.linear(wide, codes.float())
         return product.mul_(scales).to(rows.dtype)
 
 

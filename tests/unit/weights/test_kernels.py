@@ -102,7 +102,7 @@ def test_a_cpu_with_another_order_of_codes_computes_the_same(bits: int, monkeypa
 
 
 @pytest.mark.skipif(
-    not int8._HAS_DOT_PRODUCTS, reason="this CPU multiplies 8 bits as floats, whose sums depend on the rows"
+    not int8.HAS_DOT_PRODUCTS, reason="this CPU multiplies 8 bits as floats, whose sums depend on the rows"
 )
 def test_a_row_of_8_bits_does_not_depend_on_the_other_rows() -> None:
     matrix = kernel_for(format_of((64, 96), 8), CPU)
@@ -128,7 +128,7 @@ def test_without_integer_dot_products_8_bits_compute_the_same(monkeypatch: pytes
     parts = computed(matrix, torch.randn(64, 96))
     rows = torch.randn(2, 96)
     expected = matrix.product(parts, rows)
-    monkeypatch.setattr("swarm_plugins.weights.kernels.int8._HAS_DOT_PRODUCTS", False)
+    monkeypatch.setattr("swarm_plugins.weights.kernels.int8.HAS_DOT_PRODUCTS", False)
     assert relative(matrix.product(parts, rows), expected) < 1e-4
 
 

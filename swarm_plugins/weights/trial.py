@@ -1,0 +1,195 @@
+"""Chooses the kernel of a type by trying the candidates on this machine, with the shapes of a model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarm_plugins.errors import one_line
+from swarm_plugins.weights.choice import candidates
+from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.kernel import Kernel
+from swarm_plugins.weights.stored import QuantizingFormat
+
+log = logging.getLogger(__name__)
+
+FEW, MANY = 1, 64
+"""Rows of the two products that are timed: a token of one session, and a prompt or the tokens of many."""
+LEAST_WEIGHTS = 1 << 22
+"""Models with fewer weights than this lie in the processor's caches, and use the first candidate."""
+_MANY_SHARE = 1 / 16
+"""Weight of the product of many rows: that of requests with four tokens of prompt for each token of the answer."""
+_BUDGET_S = 0.75
+"""Of one type; a shape that has begun is finished."""
+_MOST_ROUNDS, _LEAST_ROUNDS = 7, 2
+_NUM_SHAPES = 2
+_SMALL_ROWS = 64
+"""Shapes that are tried: those with most weights."""
+_MOST_WEIGHTS = 1 << 23
+"""Larger weights are tried by their first rows."""
+_LEAST_CACHE, _MOST_CACHE = 32 << 20, 128 << 20
+_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one candidate took."""
+
+    name: str
+    few_s: float
+    """Seconds of the product of one row."""
+    many_s: float
+    """Seconds of the product of 64 rows."""
+
+    @property
+    def score(self) -> float:
+        """Seconds to compare by."""
+        return self.few_s + _MANY_SHARE * self.many_s
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.few_s * 1e3:.3f}/{self.many_s * 1e3:.2f} ms"
+
+
+def chosen(formats: Sequence[QuantizingFormat], what: str) -> str | None:
+    """Returns the name of the fastest kernel for weights of one type on this machine's CPU, and logs why.
+
+    Args:
+        formats: Of the weights, one for each.
+        what: What the type is called, for the log.
+
+    Returns:
+        The name; None if there is no choice, or too few weights for one to matter.
+    """
+    shapes = _largest(one.shape for one in formats)
+    if not shapes or len(candidates(formats[0])) < 2 or sum(math.prod(one.shape) for one in formats) < LEAST_WEIGHTS:
+        return None
+    tried = [
+        format_with(formats[0], (min(rows, max(1, _MOST_WEIGHTS // columns)), columns)) for rows, columns in shapes
+    ]
+    trials = try_out(tried)
+    best = min(trials, key=lambda one: one.score)
+    log.info("kernel of %s weights: %s; %d/%d rows took %s", what, best.name, FEW, MANY, ", ".join(map(str, trials)))
+    return best.name
+
+
+def format_with(stored: QuantizingFormat, shape: tuple[int, int]) -> QuantizingFormat:
+    """Returns a format like another for another shape."""
+    if isinstance(stored, PlainFormat):
+        return PlainFormat(shape, stored.dtype)
+    return type(stored)(shape)  # type: ignore[call-arg]
+
+
+@torch.no_grad()
+def try_out(formats: Sequence[QuantizingFormat], *, budget_s: float = _BUDGET_S) -> list[Trial]:
+    """Times the candidates, in turns, each product after the processor's caches were filled with other data.
+
+    A candidate that fails its self-test is named in the log and left out; the first one always stays.
+    """
+    times: dict[str, list[tuple[float, float]]] = {}
+    dropped: set[str] = set()
+    other = torch.zeros(_cache_bytes() // 2, dtype=torch.float32)  # twice the cache
+    start = time.perf_counter()
+    for stored in formats:
+        prepared = _prepared(stored, dropped)
+        # The processor has forgotten the program, too: a small product brings that back, as the one before would.
+        small = _prepared(format_with(stored, (_SMALL_ROWS, stored.shape[1])), dropped)
+        rows = [torch.randn(count, stored.shape[1]).to(_row_type(stored)) for count in (FEW, MANY)]
+        taken: dict[str, list[list[float]]] = {name: [[], []] for name in prepared}
+        for done in range(_MOST_ROUNDS):
+            if done >= _LEAST_ROUNDS and time.perf_counter() - start > budget_s / len(formats):
+                break
+            for name, (kernel, parts) in prepared.items():
+                if name in dropped:
+                    continue
+                for some, seconds in zip(rows, taken[name], strict=True):
+                    other.sum()
+                    before, its_parts = small[name]
+                    before.product(its_parts, some)
+                    begin = time.perf_counter()
+                    kernel.product(parts, some)
+                    seconds.append(time.perf_counter() - begin)
+        for name, (few, many) in taken.items():
+            if name not in dropped:
+                # Other processes only ever add to a time.
+                times.setdefault(name, []).append((min(few), min(many)))
+    return [
+        Trial(name, sum(few for few, _ in found), sum(many for _, many in found))
+        for name, found in times.items()
+        if name not in dropped
+    ]
+
+
+def _prepared(stored: QuantizingFormat, dropped: set[str]) -> dict[str, tuple[Kernel, Mapping[str, Any]]]:
+    """Returns the candidates with a weight each; adds the names of those that fail to ``dropped``."""
+    weight = torch.randn(stored.shape, generator=torch.Generator().manual_seed(0)) / math.sqrt(stored.shape[1])
+    parts = stored.quantize(weight, is_fitted=False)
+    found: dict[str, tuple[Kernel, Mapping[str, Any]]] = {}
+    for name, make in candidates(stored).items():
+        try:
+            kernel = make()
+            found[name] = kernel, kernel.prepare(parts)
+            check(stored, kernel, found[name][1])
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if len(found) > 1 and name not in dropped:
+                log.warning("kernel %s is not used: %s", name, one_line(error))
+                dropped.add(name)
+    return found
+
+
+def check(stored: QuantizingFormat, kernel: Kernel, parts: Mapping[str, Any]) -> None:
+    """Tests a kernel: products and weight against the widened weight, and whether rows depend on each other.
+
+    Raises:
+        ValueError: If a result is wrong.
+    """
+    rows = torch.randn(MANY, stored.shape[1], generator=torch.Generator().manual_seed(1)).to(_row_type(stored))
+    rows[MANY // 2] *= 100  # another session's outlier
+    wide = kernel.widen(parts, torch.float32)
+    expected = functional.linear(rows.float(), wide)
+    limit = most_error(stored)
+    for first in (0, MANY - 1):
+        found = kernel.product(parts, rows[first:]).float()
+        error = _relative(found, expected[first:])
+        if not error <= limit:
+            raise ValueError(f"its products err by {error:.2g}, {limit:.2g} is allowed")
+
+
+def most_error(stored: QuantizingFormat) -> float:
+    """Returns the largest error of a kernel's product, relative to the product with the widened weight."""
+    if isinstance(stored, PlainFormat):
+        return 1e-5 if stored.dtype == torch.float32 else 2 * torch.finfo(stored.dtype).eps
+    return 1e-4  # 16 bits of activations
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest error of a row."""
+    return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+def _row_type(stored: QuantizingFormat) -> torch.dtype:
+    return stored.dtype if isinstance(stored, PlainFormat) else torch.float32
+
+
+def _largest(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    weights: dict[tuple[int, int], int] = {}
+    for shape in shapes:
+        weights[shape] = weights.get(shape, 0) + math.prod(shape)
+    return sorted(weights, key=lambda shape: weights[shape], reverse=True)[:_NUM_SHAPES]
+
+
+def _cache_bytes() -> int:
+    """Returns the size of the processor's last cache, within what is worth reading between two products."""
+    try:
+        size = int(_CACHE.read_text().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        size = _LEAST_CACHE
+    return min(max(size, _LEAST_CACHE), _MOST_CACHE)
