@@ -90,6 +90,14 @@ def without_kernel_remark() -> contextlib.AbstractContextManager[None]:
     return _filtered("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward")
 
 
+@contextlib.contextmanager
+def without_quantized_remark() -> Iterator[None]:
+    """Suppresses inside the context that torch announces the end of its quantized types."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions")
+        yield
+
+
 def without_http_advice() -> contextlib.AbstractContextManager[None]:
     """Suppresses the advice of huggingface_hub against plain HTTP uploads, which are intended here."""
     return _filtered("huggingface_hub._commit_api", "Falling back to HTTP upload")

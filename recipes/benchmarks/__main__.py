@@ -57,6 +57,51 @@ def decode(
 
 
 @app.command()
+def widths(
+    model: ModelFolder,
+    width: Annotated[
+        list[str] | None, typer.Option(help="float32, bfloat16, float16, int8 or nf4; repeatable.")
+    ] = None,
+    prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
+    new_tokens: NewTokens = 32,
+    rounds: Rounds = 7,
+    json: Json = None,
+) -> None:
+    """Measure the time per token through one server that keeps its weights in 32, 16, 8 and 4 bits."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.widths import bench_widths
+
+        return bench_widths(
+            model,
+            widths=width or ["float32", "bfloat16", "int8", "nf4"],
+            prefix_tokens=prefix,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
+
+    measure("widths", run, json)
+
+
+@app.command()
+def kernels(
+    rows: Annotated[int, typer.Option(help="Rows of the weight.", min=1, max=65536)] = 1536,
+    columns: Annotated[int, typer.Option(help="Columns of the weight.", min=1, max=65536)] = 576,
+    rounds: Rounds = 20,
+    json: Json = None,
+) -> None:
+    """Measure every product with a frozen weight that this machine's CPU has: 1, 8, 64 and 512 rows, from memory."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.kernels import bench_kernels
+
+        return bench_kernels((rows, columns), rounds=rounds, progress=progress)
+
+    measure("kernels", run, json)
+
+
+@app.command()
 def train(model: ModelFolder, servers: Servers = 1, rounds: Rounds = 7, json: Json = None) -> None:
     """Measure forward, and forward with backward of a soft prompt, for 1 x 64 and 8 x 64 tokens."""
 

@@ -30,6 +30,7 @@ from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.loading import config_for, take_generation_config
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.weights.heads import quicken_head
 from swarm_plugins.weights.published.placing import place, plain_names
 from swarm_plugins.weights.published.weights import Published
 
@@ -95,6 +96,7 @@ def load_remote(
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     probe_layer_loop(model.base_model, stack, device)
     take_generation_config(model, checkpoint)
+    quicken_head(model)
     return model
 
 

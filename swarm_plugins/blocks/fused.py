@@ -28,7 +28,8 @@ from swarm_plugins.blocks.attending import SDPA, attend
 from swarm_plugins.blocks.calls import BlockList, CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
-from swarm_plugins.weights.kernels.plain import is_for_onednn, is_turned, onednn_product
+from swarm_plugins.weights.kernels.plain import are_for_halves, product_in_halves
+from swarm_plugins.weights.linears import HalvesLinear, PackedLinear, has_plain_weight
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ _SMALL: dict[str, Any] = {
 """Settings of the layer by which a family is compared with its fused block."""
 _FEW_ROWS = 16
 """Products of so many rows are joined, as far as nothing else speaks against it."""
+_FEWEST_ROWS = 4
+"""oneDNN multiplies from so many rows on."""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Takes rows ``[n, in]``, a weight ``[in, out]`` and a bias."""
 
@@ -75,6 +78,8 @@ class FusedBlock:
         self._projections = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj], _FEW_ROWS)
         self._output = PlainLinear(attention.o_proj)
         self._num_heads = [one.out_features // self._head_width for one in self._projections.parts]
+        is_halved = isinstance(attention.o_proj, HalvesLinear)
+        self._product: Product = product_of_one_to_three if is_halved else plain_product
         self._mlp = mlp
         is_dense = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
         self._gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj], 1) if is_dense else None
@@ -113,7 +118,7 @@ class FusedBlock:
         name = SDPA if call is None else call.attention
         shape = hidden_states.shape
         rows = hidden_states.reshape(-1, shape[-1])  # [B * S, D]
-        product = product_of_few if name == PACKED and _is_few(rows) else plain_product
+        product = product_of_few if name == PACKED and _is_few(rows) else self._product
         query, key, value = self._heads(self._norms[0](rows), shape, position_embeddings, product)
         attention = self._attention
         if past_key_values is not None:
@@ -211,7 +216,7 @@ class PlainLinear:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._weight = layer.weight.detach().t() if type(layer) is nn.Linear else None
+        self._weight = layer.weight.detach().t() if has_plain_weight(layer) else None
         self._bias = None if self._weight is None else layer.bias
 
     def __call__(self, rows: Tensor, product: Product) -> Tensor:
@@ -239,15 +244,22 @@ class JoinedLinear:
         self._sizes = [part.out_features for part in parts]
         self._patchable = [part.__dict__ for part in parts]
         kinds = {(type(part), part.weight.dtype, part.weight.device, part.bias is None) for part in parts}
-        is_plain = len(kinds) == 1 and type(parts[0]) is nn.Linear and parts[0].weight.dtype == torch.float32
+        is_plain = len(kinds) == 1 and has_plain_weight(parts[0]) and parts[0].weight.dtype == torch.float32
         # Transposed here: a view less for each product.
         self._weight = _join([part.weight for part in parts]).t() if is_plain else None
         self._bias = _join([part.bias for part in parts]) if is_plain and parts[0].bias is not None else None
+        encodings = [part.encoding if isinstance(part, PackedLinear) else None for part in parts]
+        self._encoding = encodings[0] if len({type(one) for one in encodings}) == 1 else None
 
     def __call__(self, rows: Tensor, product: Product) -> Sequence[Tensor]:
         """Returns the result of each layer."""
         joined = self.joined(rows, product)
-        return [part(rows) for part in self.parts] if joined is None else joined.split_with_sizes(self._sizes, -1)
+        if joined is not None:
+            return joined.split_with_sizes(self._sizes, -1)
+        if self._encoding is not None and not torch.is_grad_enabled() and not self._is_patched():
+            encoded = self._encoding.encode(rows)
+            return [part.of_encoded(encoded, rows.dtype) for part in self.parts]
+        return [part(rows) for part in self.parts]
 
     def joined(self, rows: Tensor, product: Product) -> Tensor | None:
         """Returns all results, one behind the other in the last dimension; None if they are not joined."""
@@ -256,10 +268,10 @@ class JoinedLinear:
             return None
         if product is not product_of_few and rows.shape[0] > self._most_rows:
             return None
-        for attributes in self._patchable:
-            if "forward" in attributes:
-                return None
-        return product(rows, self._weight, self._bias)
+        return None if self._is_patched() else product(rows, self._weight, self._bias)
+
+    def _is_patched(self) -> bool:
+        return any("forward" in attributes for attributes in self._patchable)
 
 
 def fused_block(layer: nn.Module, calls: CallStack, rotation: Rotation) -> FusedBlock | None:
@@ -327,10 +339,7 @@ def _family(module: nn.Module) -> str:
 
 def _join(parts: Sequence[nn.Parameter]) -> Tensor:
     """Returns one tensor with all parts, which become views of it: the weights do not exist twice."""
-    if is_turned(parts[0]):
-        joined = torch.cat([part.detach().t() for part in parts], dim=1).t()
-    else:
-        joined = torch.cat([part.detach() for part in parts])
+    joined = torch.cat([part.detach() for part in parts])
     for part, place in zip(parts, joined.split([len(part) for part in parts]), strict=True):
         part.data = place
     return joined
@@ -338,17 +347,24 @@ def _join(parts: Sequence[nn.Parameter]) -> Tensor:
 
 def _is_few(rows: Tensor) -> bool:
     """Returns whether oneDNN multiplies such rows faster: a few, and more than two or three."""
-    return rows.shape[0] <= _FEW_ROWS and is_for_onednn(rows)
+    is_known = rows.device.type == "cpu" and rows.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return is_known and _FEWEST_ROWS <= rows.shape[0] <= _FEW_ROWS and not torch.is_grad_enabled()
 
 
 def plain_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns what a linear layer does; see `Product`."""
-    if weight.is_contiguous() and is_for_onednn(rows):
-        return product_of_few(rows, weight, bias)
     return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+
+
+def product_of_one_to_three(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the same, in two halves if there are so few rows."""
+    if are_for_halves(rows, weight.t()):
+        return product_in_halves(rows, weight.t(), bias)
+    return plain_product(rows, weight, bias)
 
 
 def product_of_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the same, by oneDNN."""
-    # BLAS takes 1.5 to 2.7 times as long for 8 rows as for one.
-    return onednn_product(rows, weight.t(), bias)
+    # torch leaves float32 to BLAS, which takes 1.5 to 2.7 times as long for 8 rows as for one.
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.t(), bias, "none", [], "")
+    return result

@@ -11,7 +11,7 @@ from torch import nn
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.weights.experts import arrange_experts, quantize_experts
+from swarm_plugins.weights.experts import quantize_experts
 from swarm_plugins.weights.linears import arranged, is_large_enough, packed
 from swarm_plugins.weights.widths import NF4, Width
 
@@ -37,12 +37,10 @@ def quantize_block(block: nn.Module, kind: str, *, kernel: str | None = None) ->
 
 
 def arrange_block(block: nn.Module, kernel: str) -> None:
-    """Arranges the weights of a block's linear layers and fused experts, as wide as they are, for a kernel."""
+    """Arranges the weights of a block's linear layers, as wide as they are, for a kernel."""
     for parent, name, child in _frozen(block):
         if type(child) is nn.Linear:
             setattr(parent, name, arranged(child, kernel))
-        else:
-            arrange_experts(child, kernel)
 
 
 def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -17,7 +17,7 @@ MIN_REQUEST_BYTES = 16 << 20
 LEAST_ACTIVATION_BYTES = 512 << 20
 """Least budget for graphs that a server chooses itself."""
 QUANTIZATIONS = ("none", "int8", "nf4")
-KERNELS = ("plain", "turned", "onednn", "half", "int_mm", "fbgemm")
+KERNELS = ("plain", "halves", "onednn", "fp16", "int_mm", "fbgemm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ServeConfig(NodeConfig):
     """How the weights are kept: ``none``, ``int8`` or ``nf4``."""
 
     kernel: str | None = None
-    """How a CPU forms products: ``plain``, ``turned`` or ``onednn`` in float32, ``plain``, ``half`` or ``onednn`` in 16
+    """How a CPU forms products: ``plain``, ``halves`` or ``onednn`` in float32, ``plain``, ``fp16`` or ``onednn`` in 16
     bits, ``int_mm`` or ``fbgemm`` in int8. None: what is fastest here. Name one to repeat another server's numbers."""
 
     offload: OffloadConfig | None = None

@@ -12,18 +12,18 @@ from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.nf4 import Nf4Format
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import Kernel
-from swarm_plugins.weights.kernels.half import HalfKernel, has_fbgemm
+from swarm_plugins.weights.kernels.fp16 import Fp16Kernel, has_fbgemm
 from swarm_plugins.weights.kernels.int4pack import Int4PackKernel
 from swarm_plugins.weights.kernels.int8 import HAS_DOT_PRODUCTS, Int8Kernel
 from swarm_plugins.weights.kernels.int8_fbgemm import Int8FbgemmKernel
 from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
 from swarm_plugins.weights.kernels.onednn import OneDnnKernel, has_onednn
-from swarm_plugins.weights.kernels.plain import PlainKernel, TurnedKernel
+from swarm_plugins.weights.kernels.plain import HalvesKernel, PlainKernel
 from swarm_plugins.weights.kernels.widening import WideningKernel
 from swarm_plugins.weights.stored import QuantizingFormat, StoredFormat
 from swarm_plugins.weights.widths import NF4, Width
 
-PLAIN, TURNED, ONEDNN, HALF = "plain", "turned", "onednn", "half"
+PLAIN, HALVES, ONEDNN, FP16 = "plain", "halves", "onednn", "fp16"
 INT_MM, FBGEMM = "int_mm", "fbgemm"
 
 
@@ -59,9 +59,9 @@ def candidates(stored: StoredFormat) -> Mapping[str, Callable[[], Kernel]]:
     if isinstance(stored, PlainFormat):
         found[PLAIN] = lambda: PlainKernel(stored)
         if stored.dtype == torch.float32:
-            found[TURNED] = lambda: TurnedKernel(stored)
+            found[HALVES] = lambda: HalvesKernel(stored)
         elif has_fbgemm():
-            found[HALF] = lambda: HalfKernel(stored)
+            found[FP16] = lambda: Fp16Kernel(stored)
         if has_onednn(stored.dtype):
             found[ONEDNN] = lambda: OneDnnKernel(stored)
     elif isinstance(stored, Int8Format):

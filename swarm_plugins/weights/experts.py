@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.moe import EXPERT_PARAMETERS
 from swarm_plugins.moe.frozen import run_frozen
-from swarm_plugins.weights.choice import TURNED, format_of, kernel_for
-from swarm_plugins.weights.kernels.plain import turned
+from swarm_plugins.weights.choice import format_of, kernel_for
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
@@ -47,15 +46,6 @@ class _RunsPacked:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts; the flags of transformers' experts registry are honored."""
         return run_frozen(self, (), hidden_states, top_k_index, top_k_weights)
-
-
-def arrange_experts(module: Any, kernel: str) -> None:
-    """Lays out the weights of fused experts for a kernel, in place, if it takes plain ones; others leave them."""
-    if kernel == TURNED and not module.is_transposed:
-        for name in EXPERT_PARAMETERS:
-            parameter = getattr(module, name, None)
-            if isinstance(parameter, nn.Parameter):
-                parameter.data = turned(parameter)
 
 
 def quantize_experts(module: Any, bits: Width) -> None:

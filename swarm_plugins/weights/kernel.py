@@ -60,6 +60,21 @@ class Kernel(ABC):
         return computed
 
 
+class EncodingKernel(Kernel):
+    """A kernel that first brings activations into another form, which products with several weights can share."""
+
+    @abstractmethod
+    def encode(self, rows: Tensor) -> Any:
+        """Returns rows ``[T, in]`` in the form that `product_of` takes."""
+
+    @abstractmethod
+    def product_of(self, parts: Mapping[str, Any], encoded: Any, dtype: torch.dtype) -> Tensor:
+        """Multiplies encoded rows by computed parts, without gradients: ``[T, out]`` in a type."""
+
+    def product(self, parts: Mapping[str, Any], rows: Tensor) -> Tensor:
+        return self.product_of(parts, self.encode(rows), rows.dtype)
+
+
 def multiply(kernel: Kernel, parts: Mapping[str, Any], rows: Tensor) -> Tensor:
     """Multiplies rows ``[T, in]`` by computed parts; gradients flow to the rows, without keeping a wide weight."""
     if torch.is_grad_enabled() and rows.requires_grad:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint.hollow import hollow_tensor
@@ -14,7 +15,8 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.weights.choice import format_of, kernel_for
 from swarm_plugins.weights.formats.plain import PlainFormat
-from swarm_plugins.weights.kernel import Kernel, multiply
+from swarm_plugins.weights.kernel import EncodingKernel, Kernel, multiply
+from swarm_plugins.weights.kernels.plain import HalvesKernel, are_for_halves, product_in_halves
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
@@ -72,6 +74,16 @@ class PackedLinear(nn.Linear):
         result = result.reshape(*input.shape[:-1], self.out_features)
         return result if self.bias is None else result + self.bias.to(result.dtype)
 
+    @property
+    def encoding(self) -> EncodingKernel | None:
+        """What brings activations into the form that `of_encoded` takes; None if products take them as they are."""
+        return self._kernel if isinstance(self._kernel, EncodingKernel) else None
+
+    def of_encoded(self, encoded: Any, dtype: torch.dtype) -> Tensor:
+        """Returns the result for encoded rows, ``[T, out]``, without gradients."""
+        result = cast(EncodingKernel, self._kernel).product_of(self.parts, encoded, dtype)
+        return result if self.bias is None else result + self.bias.to(dtype)
+
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight, ``[out, in]``."""
         return self._kernel.widen(self.parts, dtype)
@@ -94,6 +106,22 @@ class PackedLinear(nn.Linear):
         for name, tensor in before.items():
             getattr(self, tensor_name(name)).data = tensor.to(device)
         return self
+
+
+class HalvesLinear(nn.Linear):
+    """A plain linear layer that multiplies a few rows in two halves; see `HalvesKernel`. Training is as ever."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
+        rows = input.reshape(-1, self.in_features)
+        if are_for_halves(rows, self.weight) and self.weight.is_cpu:
+            return product_in_halves(rows, self.weight, self.bias).reshape(*input.shape[:-1], self.out_features)
+        return functional.linear(input, self.weight, self.bias)
+
+
+def has_plain_weight(layer: object) -> bool:
+    """Returns whether a layer is torch's linear layer in all but its fastest product."""
+    return type(layer) in (nn.Linear, HalvesLinear)
 
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -129,16 +157,17 @@ def packed(linear: nn.Linear, bits: Width, *, is_fitted: bool = False, kernel: s
 
 
 def arranged(linear: nn.Linear, kernel: str) -> nn.Linear:
-    """Returns a frozen linear layer with the weight of another, as wide, arranged for one of the `candidates`.
+    """Returns a frozen linear layer that multiplies with the weight of another, as wide, by one of its `candidates`.
 
-    A weight beyond a kernel's range stays as it is. Layouts that `torch.nn.Linear` computes with change in place.
+    A weight beyond a kernel's range stays as it is.
     """
     weight = linear.weight.detach()
-    stored = PlainFormat((linear.out_features, linear.in_features), weight.dtype)
-    made, parts = kernel_for(stored, weight.device, kernel), {"codes": weight}
-    if made.is_opaque:
-        return PackedLinear(stored, parts, linear.bias, weight.device, made) if made.takes(parts) else linear
-    linear.weight.data = made.prepare(parts)["codes"]
+    stored, parts = PlainFormat((linear.out_features, linear.in_features), weight.dtype), {"codes": weight}
+    made = kernel_for(stored, weight.device, kernel)
+    if isinstance(made, HalvesKernel):
+        linear.__class__ = HalvesLinear
+    elif made.is_opaque and made.takes(parts):
+        return PackedLinear(stored, parts, linear.bias, weight.device, made)
     return linear
 
 

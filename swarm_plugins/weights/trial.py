@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,13 @@ class Trial:
         return f"{self.name} {self.few_s * 1e3:.3f}/{self.many_s * 1e3:.2f} ms"
 
 
-def chosen(formats: Sequence[QuantizingFormat], what: str) -> str | None:
+def chosen(formats: Sequence[QuantizingFormat], what: str, *, among: Collection[str] | None = None) -> str | None:
     """Returns the name of the fastest kernel for weights of one type on this machine's CPU, and logs why.
 
     Args:
         formats: Of the weights, one for each.
         what: What the type is called, for the log.
+        among: Names of the kernels that come into question. None: all.
 
     Returns:
         The name; None if there is no choice, or too few weights for one to matter.
@@ -72,10 +73,10 @@ def chosen(formats: Sequence[QuantizingFormat], what: str) -> str | None:
     shapes = _largest(one.shape for one in formats)
     if not shapes or len(candidates(formats[0])) < 2 or sum(math.prod(one.shape) for one in formats) < LEAST_WEIGHTS:
         return None
-    tried = [
-        format_with(formats[0], (min(rows, max(1, _MOST_WEIGHTS // columns)), columns)) for rows, columns in shapes
-    ]
-    trials = try_out(tried)
+    tried = [format_with(formats[0], (min(rows, _first_rows(columns)), columns)) for rows, columns in shapes]
+    trials = try_out(tried, among=among)
+    if not trials:
+        return None
     best = min(trials, key=lambda one: one.score)
     log.info("kernel of %s weights: %s; %d/%d rows took %s", what, best.name, FEW, MANY, ", ".join(map(str, trials)))
     return best.name
@@ -89,27 +90,28 @@ def format_with(stored: QuantizingFormat, shape: tuple[int, int]) -> QuantizingF
 
 
 @torch.no_grad()
-def try_out(formats: Sequence[QuantizingFormat], *, budget_s: float = _BUDGET_S) -> list[Trial]:
+def try_out(
+    formats: Sequence[QuantizingFormat], *, among: Collection[str] | None = None, budget_s: float = _BUDGET_S
+) -> list[Trial]:
     """Times the candidates, in turns, each product after the processor's caches were filled with other data.
 
-    A candidate that fails its self-test is named in the log and left out; the first one always stays.
+    A candidate that fails its self-test is left out.
     """
     times: dict[str, list[tuple[float, float]]] = {}
     dropped: set[str] = set()
-    other = torch.zeros(_cache_bytes() // 2, dtype=torch.float32)  # twice the cache
+    other = torch.zeros(cache_bytes() // 2, dtype=torch.float32)  # twice the cache
     start = time.perf_counter()
     for stored in formats:
-        prepared = _prepared(stored, dropped)
+        prepared = _prepared(stored, dropped, among)
         # The processor has forgotten the program, too: a small product brings that back, as the one before would.
-        small = _prepared(format_with(stored, (_SMALL_ROWS, stored.shape[1])), dropped)
+        small = _prepared(format_with(stored, (_SMALL_ROWS, stored.shape[1])), dropped, among)
         rows = [torch.randn(count, stored.shape[1]).to(_row_type(stored)) for count in (FEW, MANY)]
         taken: dict[str, list[list[float]]] = {name: [[], []] for name in prepared}
         for done in range(_MOST_ROUNDS):
             if done >= _LEAST_ROUNDS and time.perf_counter() - start > budget_s / len(formats):
                 break
-            for name, (kernel, parts) in prepared.items():
-                if name in dropped:
-                    continue
+            for name in small.keys() & prepared.keys():
+                kernel, parts = prepared[name]
                 for some, seconds in zip(rows, taken[name], strict=True):
                     other.sum()
                     before, its_parts = small[name]
@@ -128,20 +130,24 @@ def try_out(formats: Sequence[QuantizingFormat], *, budget_s: float = _BUDGET_S)
     ]
 
 
-def _prepared(stored: QuantizingFormat, dropped: set[str]) -> dict[str, tuple[Kernel, Mapping[str, Any]]]:
-    """Returns the candidates with a weight each; adds the names of those that fail to ``dropped``."""
+def _prepared(
+    stored: QuantizingFormat, dropped: set[str], among: Collection[str] | None
+) -> dict[str, tuple[Kernel, Mapping[str, Any]]]:
+    """Returns the candidates with a weight each; those that fail go to ``dropped``, and to the log."""
     weight = torch.randn(stored.shape, generator=torch.Generator().manual_seed(0)) / math.sqrt(stored.shape[1])
     parts = stored.quantize(weight, is_fitted=False)
     found: dict[str, tuple[Kernel, Mapping[str, Any]]] = {}
     for name, make in candidates(stored).items():
+        if name in dropped or (among is not None and name not in among):
+            continue
         try:
             kernel = make()
-            found[name] = kernel, kernel.prepare(parts)
-            check(stored, kernel, found[name][1])
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if len(found) > 1 and name not in dropped:
-                log.warning("kernel %s is not used: %s", name, one_line(error))
-                dropped.add(name)
+            prepared = kernel.prepare(parts)
+            check(stored, kernel, prepared)
+            found[name] = kernel, prepared
+        except (RuntimeError, ValueError) as error:
+            log.warning("kernel %s is not used: %s", name, one_line(error))
+            dropped.add(name)
     return found
 
 
@@ -175,6 +181,11 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
+def _first_rows(columns: int) -> int:
+    """Returns how many rows of a large weight are tried."""
+    return max(1, _MOST_WEIGHTS // columns // _SMALL_ROWS) * _SMALL_ROWS
+
+
 def _row_type(stored: QuantizingFormat) -> torch.dtype:
     return stored.dtype if isinstance(stored, PlainFormat) else torch.float32
 
@@ -186,7 +197,7 @@ def _largest(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(weights, key=lambda shape: weights[shape], reverse=True)[:_NUM_SHAPES]
 
 
-def _cache_bytes() -> int:
+def cache_bytes() -> int:
     """Returns the size of the processor's last cache, within what is worth reading between two products."""
     try:
         size = int(_CACHE.read_text().strip().removesuffix("K")) << 10

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarm_plugins.weights.linears import has_plain_weight
+
 _MAX_ROWS = 64
 """Longer inputs gain nothing from sharing, and the others would wait for them."""
 _FEW_ROWS = 8
@@ -83,6 +85,6 @@ class SharedHead(nn.Module):
 def share_head(model: Any, head: SharedHead | None) -> Any:
     """Gives a model the shared output layer, if its own is the same and has no adapter; returns the model."""
     own = model.get_output_embeddings()
-    if head is not None and type(own) is nn.Linear and own.weight is head.weight:
+    if head is not None and has_plain_weight(own) and own.weight is head.weight:
         model.set_output_embeddings(head)
     return model

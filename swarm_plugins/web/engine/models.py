@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from torch import nn
 
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.web.engine.heads import SharedHead, share_head
+from swarm_plugins.weights.linears import has_plain_weight
 
 _ON_THE_HUB = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(@[\w.-]{1,100})?", re.ASCII)
 """What a request may name that was not given at the start: never a directory of this machine."""
@@ -55,7 +55,7 @@ class Models:
         self._load_unknown = load_unknown
         self._load = load
         head = base.get_output_embeddings()
-        self._head = SharedHead(head) if type(head) is nn.Linear else None
+        self._head = SharedHead(head) if has_plain_weight(head) else None
         self._plain = share_head(twin(base), self._head)
         self._adapters: dict[str, Any] = {}
         """Those given at the start."""

@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarm_plugins.noise import without_quantized_remark
 from swarm_plugins.weights.formats.int8 import Int8Format
-from swarm_plugins.weights.kernel import Kernel
+from swarm_plugins.weights.kernel import EncodingKernel
 
-_LEVELS = 127.0
-# The second half of an activation is its rounding error in steps this fine.
-_FINE = 254.0
+# Activations have codes from -127 to 127, and their rounding errors are counted in steps 254 times as fine. A product
+# would turn a Python number into a tensor.
+_STEP, _FINE = torch.tensor(1 / 127.0, dtype=torch.float32), torch.tensor(254.0, dtype=torch.float32)
+_UNIT = 1 / 254.0
+_TINY = torch.finfo(torch.float32).tiny
 _ZERO = 128
 """The code of an activation of 0: FBGEMM's activations have no sign."""
 
 
 @dataclass(frozen=True)
-class Int8FbgemmKernel(Kernel):
+class Int8FbgemmKernel(EncodingKernel):
     """Splits each activation into two 8-bit numbers, 16 bits in all, with one scale per row of activations.
 
     Both halves go through one product whose activations have a scale of 1, so that FBGEMM neither looks for their range
@@ -38,24 +41,29 @@ class Int8FbgemmKernel(Kernel):
         # A row of zeros has a scale of 0, which torch refuses.
         scales = torch.where(scales == 0, 1.0, scales)
         zeros = torch.zeros(self.format.shape[0], dtype=torch.int64)
-        codes = torch._make_per_channel_quantized_tensor(stored["codes"].contiguous(), scales, zeros, 0)
+        # `has_fbgemm` notices when their end has come.
+        with without_quantized_remark():
+            codes = torch._make_per_channel_quantized_tensor(stored["codes"].contiguous(), scales, zeros, 0)
         return {"packed": torch.ops.quantized.linear_prepack(codes, None)}
 
-    def product(self, parts: Mapping[str, Any], rows: Tensor) -> Tensor:
-        count = rows.shape[0]
-        if count == 0:
-            return rows.new_zeros(0, self.format.shape[0])
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both halves of all rows, ``[2 T, in]``, and the scales of the rows, ``[T, 1]``."""
         wide = rows.float()
-        scales = wide.abs().amax(dim=1, keepdim=True).div_(_LEVELS)  # [T, 1]
         # At least the smallest normal number: a row of zeros stays one.
-        steps = wide / scales.clamp_(min=torch.finfo(torch.float32).tiny)
-        halves = steps.new_empty(2 * count, steps.shape[1])
-        coarse = torch.round(steps, out=halves[:count])
-        torch.sub(steps, coarse, out=halves[count:]).mul_(_FINE)
+        scales = wide.abs().amax(dim=1, keepdim=True).mul_(_STEP).clamp_(min=_TINY)
+        steps = wide / scales
+        coarse = steps.round()
+        return torch.cat((coarse, steps.sub_(coarse).mul_(_FINE))), scales
+
+    def product_of(self, parts: Mapping[str, Any], encoded: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        halves, scales = encoded
+        count = scales.shape[0]
+        if count == 0:
+            return halves.new_zeros(0, self.format.shape[0], dtype=dtype)
         sums: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             halves, 1.0, _ZERO, parts["packed"]
         )
-        return sums[:count].add_(sums[count:], alpha=1 / _FINE).mul_(scales).to(rows.dtype)
+        return sums[:count].add_(sums[count:], alpha=_UNIT).mul_(scales).to(dtype)
 
     def widen(self, parts: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         weight: Tensor = torch.ops.quantized.linear_unpack(parts["packed"])[0]
