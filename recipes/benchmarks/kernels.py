@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -20,7 +18,7 @@ from swarm_plugins.weights.choice import candidates, format_of, kernel_for
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import Kernel
 from swarm_plugins.weights.stored import QuantizingFormat
-from swarm_plugins.weights.trial import cache_bytes
+from swarm_plugins.weights.trial import SMALL_ROWS, Prepared, Stopwatch, format_with
 from swarm_plugins.weights.widths import NF4
 
 ROWS = (1, 8, 64, 512)
@@ -34,7 +32,7 @@ class Product:
     stored: str
     kernel: str
     ms: tuple[float, ...]
-    """Median time of a product of 1, 8, 64 and 512 rows; weights of the first two come from memory."""
+    """Median time of a product of 1, 8, 64 and 512 rows; weights come from memory."""
     gb_per_s: float
     """Bytes of the weight over the time of one row."""
     bytes_per_weight: float
@@ -68,20 +66,16 @@ def bench_kernels(shape: tuple[int, int], *, rounds: int, progress: Progress) ->
     inputs = [torch.randn(count, shape[1], generator=torch.Generator().manual_seed(count)) for count in ROWS]
     found = list(_kernels(shape, weight))
     times: list[list[list[float]]] = [[[] for _ in ROWS] for _ in found]
-    other = torch.zeros(cache_bytes() // 2, dtype=torch.float32)
+    stopwatch = Stopwatch()
     bar = progress.add_task("kernels", total=rounds)
     for _ in range(rounds):
-        for (_, _, kernel, parts), taken in zip(found, times, strict=True):
+        for (_, _, prepared, small), taken in zip(found, times, strict=True):
             for rows, seconds in zip(inputs, taken, strict=True):
-                given = rows.to(_row_type(kernel))
-                other.sum()
-                begin = time.perf_counter()
-                kernel.product(parts, given)
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(stopwatch.seconds(prepared, small, rows.to(_row_type(prepared[0]))))
         progress.advance(bar)
     expected = functional.linear(inputs[2], weight)
     report = KernelReport(command="benchmark kernels", model=f"weight {shape[0]} x {shape[1]}")
-    for (stored, name, kernel, parts), taken in zip(found, times, strict=True):
+    for (stored, name, (kernel, parts), _), taken in zip(found, times, strict=True):
         median = [statistics.median(seconds) for seconds in taken]
         product = kernel.product(parts, inputs[2].to(_row_type(kernel))).float()
         num_bytes = sum(part.num_bytes for part in kernel.format.parts)
@@ -99,12 +93,15 @@ def bench_kernels(shape: tuple[int, int], *, rounds: int, progress: Progress) ->
     return report
 
 
-def _kernels(shape: tuple[int, int], weight: Tensor) -> Iterator[tuple[str, str, Kernel, Mapping[str, Any]]]:
+def _kernels(shape: tuple[int, int], weight: Tensor) -> Iterator[tuple[str, str, Prepared, Prepared]]:
     for name, stored in _formats(shape).items():
         parts = stored.quantize(weight, is_fitted=False)
         for kernel in candidates(stored) or [None]:
             made = kernel_for(stored, _CPU, kernel)
-            yield name, kernel or type(made).__name__, made, made.prepare(parts)
+            few = format_with(stored, (SMALL_ROWS, shape[1]))
+            small = kernel_for(few, _CPU, kernel)
+            its_parts = few.quantize(torch.randn(few.shape), is_fitted=False)
+            yield name, kernel or name, (made, made.prepare(parts)), (small, small.prepare(its_parts))
 
 
 def _formats(shape: tuple[int, int]) -> Mapping[str, QuantizingFormat]:

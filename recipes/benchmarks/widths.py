@@ -1,4 +1,4 @@
-"""One sequence, one token at a time, by servers that keep their weights in several widths; in turns with transformers."""
+"""One sequence, one token at a time, through servers that keep their weights in several widths."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,12 +33,15 @@ _BUDGET_S = 0.75
 """Of one type; a shape that has begun is finished."""
 _MOST_ROUNDS, _LEAST_ROUNDS = 7, 2
 _NUM_SHAPES = 2
-_SMALL_ROWS = 64
+SMALL_ROWS = 64
+"""Rows of the weight that is multiplied with before each one that is timed."""
 """Shapes that are tried: those with most weights."""
 _MOST_WEIGHTS = 1 << 23
 """Larger weights are tried by their first rows."""
 _LEAST_CACHE, _MOST_CACHE = 32 << 20, 128 << 20
 _CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+Prepared: TypeAlias = tuple[Kernel, Mapping[str, Any]]
+"""A kernel with the computed parts of a weight."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,23 @@ def chosen(formats: Sequence[QuantizingFormat], what: str, *, among: Collection[
 
 def format_with(stored: QuantizingFormat, shape: tuple[int, int]) -> QuantizingFormat:
     """Returns a format like another for another shape."""
-    if isinstance(stored, PlainFormat):
-        return PlainFormat(shape, stored.dtype)
-    return type(stored)(shape)  # type: ignore[call-arg]
+    return dataclasses.replace(stored, shape=shape)  # type: ignore[type-var]
+
+
+class Stopwatch:
+    """Times products with a weight that comes from memory, not from the processor's caches."""
+
+    def __init__(self) -> None:
+        self._other = torch.zeros(_cache_bytes() // 2, dtype=torch.float32)  # twice the cache
+
+    def seconds(self, prepared: Prepared, small: Prepared, rows: Tensor) -> float:
+        """Times a product of rows; ``small``: the same kernel with a small weight of as many columns."""
+        self._other.sum()
+        # The processor has forgotten the program, too: a small product brings that back, as the one before would.
+        small[0].product(small[1], rows)
+        start = time.perf_counter()
+        prepared[0].product(prepared[1], rows)
+        return time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -99,26 +117,19 @@ def try_out(
     """
     times: dict[str, list[tuple[float, float]]] = {}
     dropped: set[str] = set()
-    other = torch.zeros(cache_bytes() // 2, dtype=torch.float32)  # twice the cache
-    start = time.perf_counter()
+    stopwatch = Stopwatch()
     for stored in formats:
+        start = time.perf_counter()
         prepared = _prepared(stored, dropped, among)
-        # The processor has forgotten the program, too: a small product brings that back, as the one before would.
-        small = _prepared(format_with(stored, (_SMALL_ROWS, stored.shape[1])), dropped, among)
+        small = _prepared(format_with(stored, (SMALL_ROWS, stored.shape[1])), dropped, among)
         rows = [torch.randn(count, stored.shape[1]).to(_row_type(stored)) for count in (FEW, MANY)]
         taken: dict[str, list[list[float]]] = {name: [[], []] for name in prepared}
         for done in range(_MOST_ROUNDS):
             if done >= _LEAST_ROUNDS and time.perf_counter() - start > budget_s / len(formats):
                 break
             for name in small.keys() & prepared.keys():
-                kernel, parts = prepared[name]
                 for some, seconds in zip(rows, taken[name], strict=True):
-                    other.sum()
-                    before, its_parts = small[name]
-                    before.product(its_parts, some)
-                    begin = time.perf_counter()
-                    kernel.product(parts, some)
-                    seconds.append(time.perf_counter() - begin)
+                    seconds.append(stopwatch.seconds(prepared[name], small[name], some))
         for name, (few, many) in taken.items():
             if name not in dropped:
                 # Other processes only ever add to a time.
@@ -130,13 +141,11 @@ def try_out(
     ]
 
 
-def _prepared(
-    stored: QuantizingFormat, dropped: set[str], among: Collection[str] | None
-) -> dict[str, tuple[Kernel, Mapping[str, Any]]]:
+def _prepared(stored: QuantizingFormat, dropped: set[str], among: Collection[str] | None) -> dict[str, Prepared]:
     """Returns the candidates with a weight each; those that fail go to ``dropped``, and to the log."""
     weight = torch.randn(stored.shape, generator=torch.Generator().manual_seed(0)) / math.sqrt(stored.shape[1])
     parts = stored.quantize(weight, is_fitted=False)
-    found: dict[str, tuple[Kernel, Mapping[str, Any]]] = {}
+    found: dict[str, Prepared] = {}
     for name, make in candidates(stored).items():
         if name in dropped or (among is not None and name not in among):
             continue
@@ -183,7 +192,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 def _first_rows(columns: int) -> int:
     """Returns how many rows of a large weight are tried."""
-    return max(1, _MOST_WEIGHTS // columns // _SMALL_ROWS) * _SMALL_ROWS
+    return max(1, _MOST_WEIGHTS // columns // SMALL_ROWS) * SMALL_ROWS
 
 
 def _row_type(stored: QuantizingFormat) -> torch.dtype:
@@ -197,7 +206,7 @@ def _largest(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(weights, key=lambda shape: weights[shape], reverse=True)[:_NUM_SHAPES]
 
 
-def cache_bytes() -> int:
+def _cache_bytes() -> int:
     """Returns the size of the processor's last cache, within what is worth reading between two products."""
     try:
         size = int(_CACHE.read_text().strip().removesuffix("K")) << 10
