@@ -60,7 +60,7 @@ def decode(
 def widths(
     model: ModelFolder,
     width: Annotated[
-        list[str] | None, typer.Option(help="float32, bfloat16, float16, int8 or nf4; repeatable.")
+        list[str] | None, typer.Option(help="float32, bfloat16, float16, int8, int4 or nf4; repeatable.")
     ] = None,
     prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
     new_tokens: NewTokens = 32,
@@ -74,7 +74,7 @@ def widths(
 
         return bench_widths(
             model,
-            widths=width or ["float32", "bfloat16", "int8", "nf4"],
+            widths=width or ["float32", "bfloat16", "int8", "int4", "nf4"],
             prefix_tokens=prefix,
             new_tokens=new_tokens,
             rounds=rounds,

@@ -26,7 +26,7 @@ from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 
-GOALS = {"float32": 0.70, "bfloat16": 0.45, "int8": 0.40, "nf4": 0.40}
+GOALS = {"float32": 0.70, "bfloat16": 0.45, "int8": 0.40, "int4": 0.40}
 """Most milliseconds of a token over transformers' in float32, by width."""
 _STEPS = 32
 """Tokens whose logits are compared."""
@@ -155,9 +155,9 @@ def bench_widths(
 def _options(width: str) -> dict[str, Any]:
     if width in ("float32", "bfloat16", "float16"):
         return {"dtype": width}
-    if width in ("int8", "nf4"):
+    if width in ("int8", "int4", "nf4"):
         return {"dtype": "float32", "quantization": width}
-    raise ConfigError(f"unknown width {width!r}; known: float32, bfloat16, float16, int8, nf4")
+    raise ConfigError(f"unknown width {width!r}; known: float32, bfloat16, float16, int8, int4, nf4")
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ class ServedBlocks(NamedTuple):
     dtype: str
     """Compute dtype."""
     quantization: str
-    """Format of the weights: ``none``, ``int8`` or ``nf4``."""
+    """Format of the weights: ``none``, ``int8``, ``int4`` or ``nf4``."""
 
 
 def served_blocks(model: nn.Module) -> list[ServedBlocks]:

@@ -29,7 +29,8 @@ from swarm_plugins.blocks.calls import BlockList, CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
 from swarm_plugins.weights.kernels.plain import are_for_halves, product_in_halves
-from swarm_plugins.weights.linears import HalvesLinear, PackedLinear, has_plain_weight
+from swarm_plugins.weights.linears import PackedLinear
+from swarm_plugins.weights.plain_linears import HalvesLinear, has_plain_weight
 
 log = logging.getLogger(__name__)
 

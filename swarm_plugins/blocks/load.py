@@ -75,8 +75,8 @@ def load_span(
         blocks: Global indices of the blocks, consecutive.
         dtype: Floating type to compute in. None: the checkpoint's.
         device: Where to run.
-        quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept. A checkpoint
-            that is published in few bits keeps its own with ``none``.
+        quantization: ``none``, ``int8``, ``int4`` or ``nf4``: how the weights of linear layers and experts are kept. A
+            checkpoint that is published in few bits keeps its own with ``none``.
         kernel: How products with them are formed on a CPU: one of `swarm_plugins.weights.choice.candidates`. None: the
             first of them, without looking which is fast here.
         kv_bytes: Budget for the keys and values of all sessions.
@@ -267,7 +267,8 @@ def _check_stored(
     if elsewhere is not None:
         raise ConfigError(
             f"{checkpoint.name} is a quantized store, and experts are at other peers: give the model that it was made "
-            f"from, {store.manifest.base}, and quantize its other weights while serving (quantization='int8' or 'nf4')"
+            f"from, {store.manifest.base}, and quantize its other weights while serving (quantization='int8', 'int4' "
+            "or 'nf4')"
         )
     if offload is None:
         raise ConfigError(

@@ -11,11 +11,13 @@ from torch import nn
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.moe.table import IN_HALVES
+from swarm_plugins.weights.choice import HALVES
 from swarm_plugins.weights.experts import quantize_experts
 from swarm_plugins.weights.linears import arranged, is_large_enough, packed
 from swarm_plugins.weights.widths import NF4, Width
 
-_WIDTHS: Mapping[str, Width] = {"int8": 8, "nf4": NF4}
+_WIDTHS: Mapping[str, Width] = {"int8": 8, "int4": 4, "nf4": NF4}
 QUANTIZATIONS = ("none", *_WIDTHS)
 """Known ways to keep weights."""
 
@@ -41,6 +43,8 @@ def arrange_block(block: nn.Module, kernel: str) -> None:
     for parent, name, child in _frozen(block):
         if type(child) is nn.Linear:
             setattr(parent, name, arranged(child, kernel))
+        elif kernel == HALVES:
+            setattr(child, IN_HALVES, True)
 
 
 def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -16,7 +16,7 @@ MIN_REQUEST_BYTES = 16 << 20
 """Least budget for requests."""
 LEAST_ACTIVATION_BYTES = 512 << 20
 """Least budget for graphs that a server chooses itself."""
-QUANTIZATIONS = ("none", "int8", "nf4")
+QUANTIZATIONS = ("none", "int8", "int4", "nf4")
 KERNELS = ("plain", "halves", "onednn", "fp16", "int_mm", "fbgemm")
 
 
@@ -58,7 +58,7 @@ class ServeConfig(NodeConfig):
     """``float32``, ``bfloat16`` or ``float16``. None: the checkpoint's."""
 
     quantization: str = "none"
-    """How the weights are kept: ``none``, ``int8`` or ``nf4``."""
+    """How the weights are kept: ``none``, ``int8``, ``int4`` or ``nf4``."""
 
     kernel: str | None = None
     """How a CPU forms products: ``plain``, ``halves`` or ``onednn`` in float32, ``plain``, ``fp16`` or ``onednn`` in 16

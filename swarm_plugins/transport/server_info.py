@@ -35,7 +35,7 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     dtype: str
     """Compute dtype, such as ``float32``."""
     quantization: str
-    """``none``, ``int8`` or ``nf4``."""
+    """``none``, ``int8``, ``int4`` or ``nf4``."""
     state: Literal["joining", "online", "draining", "stuck"] = "online"
     """``draining``: open sessions go on, new ones are refused, and the server ends soon. ``stuck``: its compute thread
     does not get on with its work."""

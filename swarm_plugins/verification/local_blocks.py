@@ -61,7 +61,7 @@ class Kind:
             UnsupportedError: If it is not a floating type that blocks compute in.
         """
         found = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.dtype)
-        is_known = self.quantization in ("none", "int8", "nf4") or is_published_name(self.quantization)
+        is_known = self.quantization in ("none", "int8", "int4", "nf4") or is_published_name(self.quantization)
         if found is None or not is_known:
             raise UnsupportedError(
                 f"blocks of {self.dtype!r}, quantized {self.quantization!r}, cannot be computed here"

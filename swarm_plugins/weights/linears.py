@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint.hollow import hollow_tensor
@@ -16,7 +15,8 @@ from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.weights.choice import format_of, kernel_for
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import EncodingKernel, Kernel, multiply
-from swarm_plugins.weights.kernels.plain import HalvesKernel, are_for_halves, product_in_halves
+from swarm_plugins.weights.kernels.plain import HalvesKernel
+from swarm_plugins.weights.plain_linears import HalvesLinear
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
@@ -106,22 +106,6 @@ class PackedLinear(nn.Linear):
         for name, tensor in before.items():
             getattr(self, tensor_name(name)).data = tensor.to(device)
         return self
-
-
-class HalvesLinear(nn.Linear):
-    """A plain linear layer that multiplies a few rows in two halves; see `HalvesKernel`. Training is as ever."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
-        rows = input.reshape(-1, self.in_features)
-        if are_for_halves(rows, self.weight) and self.weight.is_cpu:
-            return product_in_halves(rows, self.weight, self.bias).reshape(*input.shape[:-1], self.out_features)
-        return functional.linear(input, self.weight, self.bias)
-
-
-def has_plain_weight(layer: object) -> bool:
-    """Returns whether a layer is torch's linear layer in all but its fastest product."""
-    return type(layer) in (nn.Linear, HalvesLinear)
 
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:

@@ -75,7 +75,8 @@ def chosen(formats: Sequence[QuantizingFormat], what: str, *, among: Collection[
         The name; None if there is no choice, or too few weights for one to matter.
     """
     shapes = _largest(one.shape for one in formats)
-    if not shapes or len(candidates(formats[0])) < 2 or sum(math.prod(one.shape) for one in formats) < LEAST_WEIGHTS:
+    known = [name for name in candidates(formats[0]) if among is None or name in among] if shapes else []
+    if len(known) < 2 or sum(math.prod(one.shape) for one in formats) < LEAST_WEIGHTS:
         return None
     tried = [format_with(formats[0], (min(rows, _first_rows(columns)), columns)) for rows, columns in shapes]
     trials = try_out(tried, among=among)

@@ -30,7 +30,7 @@ _FORWARD_TOKENS = 64
 _USABLE_SHARE = 0.9
 _SCARCE_BYTES = 64 << 20
 _MOST_ACTIVATION_BYTES = 16 << 30
-_QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.57}
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.57, "nf4": 0.57}
 """Bytes per weight, scales included."""
 _WIDE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EXPERTS = ".experts."

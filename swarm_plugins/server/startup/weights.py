@@ -24,7 +24,7 @@ class HostedWeights(NamedTuple):
     version: ModelVersion
     """Of the weights as they were published."""
     quantization: str
-    """How they are kept: ``none``, ``int8``, ``nf4``, the widths of experts and others, or how they were published."""
+    """How they are kept: ``none``, a width, the widths of experts and others, or how they were published."""
 
 
 def hosted_weights(checkpoint: Checkpoint, config: ServeConfig) -> HostedWeights:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.weights.linears import has_plain_weight
+from swarm_plugins.weights.plain_linears import has_plain_weight
 
 _MAX_ROWS = 64
 """Longer inputs gain nothing from sharing, and the others would wait for them."""

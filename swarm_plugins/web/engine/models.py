@@ -19,7 +19,7 @@ from peft import PeftModel
 
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.web.engine.heads import SharedHead, share_head
-from swarm_plugins.weights.linears import has_plain_weight
+from swarm_plugins.weights.plain_linears import has_plain_weight
 
 _ON_THE_HUB = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(@[\w.-]{1,100})?", re.ASCII)
 """What a request may name that was not given at the start: never a directory of this machine."""

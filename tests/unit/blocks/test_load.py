@@ -126,7 +126,7 @@ def test_wrong_blocks_are_refused(llama: Pair, blocks: range, message: str) -> N
 
 
 def test_wrong_settings_are_refused(llama: Pair) -> None:
-    with pytest.raises(ConfigError, match="unknown quantization 'int3'; known: none, int8, nf4"):
+    with pytest.raises(ConfigError, match="unknown quantization 'int3'; known: none, int8, int4, nf4"):
         load_span(llama.checkpoint, range(1), quantization="int3")
     with pytest.raises(ConfigError, match="kv_bytes must be at least 1, got -5"):
         load_span(llama.checkpoint, range(1), kv_bytes=-5)

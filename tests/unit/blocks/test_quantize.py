@@ -21,9 +21,9 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.weights.experts import quantize_experts
 from swarm_plugins.weights.widths import NF4
 
-KINDS = ("int8", "nf4")
+KINDS = ("int8", "int4", "nf4")
 # Relative error of one block of a toy: 0.01 and 0.1 a layer. More blocks of random weights are chaotic under rounding.
-TOLERANCE = {"int8": 0.05, "nf4": 0.4}
+TOLERANCE = {"int8": 0.05, "int4": 0.4, "nf4": 0.4}
 BLOCK = range(2, 3)
 FAMILIES = ("llama", "mixtral", "deepseek_v3", "gpt_oss")
 
@@ -113,7 +113,9 @@ def test_weights_take_less_memory(
     assert num_bytes(quantized("mixtral", kind)) < share * num_bytes(pair_of("mixtral").span)
 
 
-@pytest.mark.parametrize(("kind", "width", "tolerance"), [("int8", 96, 0.02), ("nf4", 128, 0.15), ("nf4", 96, 0.15)])
+@pytest.mark.parametrize(
+    ("kind", "width", "tolerance"), [("int8", 96, 0.02), ("int4", 96, 0.15), ("nf4", 128, 0.15), ("nf4", 96, 0.15)]
+)
 def test_linear_layers_keep_outputs_and_gradients(kind: str, width: int, tolerance: float) -> None:
     exact = nn.Linear(width, 48)
     block = nn.Sequential(copy.deepcopy(exact))
@@ -153,12 +155,12 @@ def test_expert_weights_keep_their_layout(kind: str, is_transposed: bool) -> Non
     weight = states(3, 64, 96)
     experts: Any = nn.Module()
     experts.is_transposed, experts.down_proj = is_transposed, nn.Parameter(weight)
-    quantize_experts(experts, 8 if kind == "int8" else NF4)
+    quantize_experts(experts, {"int8": 8, "int4": 4, "nf4": NF4}[kind])
     stored = experts.down_proj
     assert stored.shape == (3, 64, 96)
     for expert in range(3):
         wanted = weight[expert].T if is_transposed else weight[expert]
-        assert error(stored.weight(expert, torch.float32), wanted) < {"int8": 0.01, "nf4": 0.11}[kind]
+        assert error(stored.weight(expert, torch.float32), wanted) < {"int8": 0.01, "int4": 0.1, "nf4": 0.11}[kind]
 
 
 def test_narrow_layers_stay_as_they_are() -> None:

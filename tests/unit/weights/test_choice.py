@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -19,7 +20,8 @@ from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import multiply
 from swarm_plugins.weights.kernels.fp16 import Fp16Kernel
 from swarm_plugins.weights.kernels.plain import PlainKernel
-from swarm_plugins.weights.linears import HalvesLinear, PackedLinear, arranged, packed, wide_weight
+from swarm_plugins.weights.linears import PackedLinear, arranged, packed, wide_weight
+from swarm_plugins.weights.plain_linears import CopiedLinear, HalvesLinear, has_plain_weight
 from swarm_plugins.weights.stored import QuantizingFormat
 from swarm_plugins.weights.trial import Trial, check, chosen, most_error, try_out
 
@@ -209,7 +211,7 @@ def test_a_head_in_halves_trains_and_stays_tied(monkeypatch: pytest.MonkeyPatch)
     )
     heads.quicken_head(model)
     assert type(model.lm_head) is nn.Linear  # too small to matter
-    monkeypatch.setattr(heads, "_is_faster_in_halves", lambda shape, dtype: True)
+    monkeypatch.setattr(heads, "_fastest", lambda shape, dtype: HALVES)
     hidden = torch.randn(1, 1, 16)
     expected = model.lm_head(hidden)
     heads.quicken_head(model)
@@ -219,3 +221,20 @@ def test_a_head_in_halves_trains_and_stays_tied(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(model.lm_head(hidden), expected)
     model.lm_head(hidden).sum().backward()
     torch.testing.assert_close(model.lm_head.weight.grad, hidden[0].expand(64, 16))
+
+
+def test_a_copied_weight_follows_its_layer() -> None:
+    layer = nn.Linear(96, 64, dtype=torch.bfloat16)
+    layer.__class__ = CopiedLinear
+    assert has_plain_weight(layer)
+    hidden = torch.randn(1, 3, 96, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for factor in (1, 2, 1e9):  # the last is beyond float16
+            layer.weight.mul_(factor)
+            expected = functional.linear(hidden, layer.weight, layer.bias)
+            torch.testing.assert_close(layer(hidden), expected, rtol=2e-2, atol=2e-2)
+        assert layer(hidden[:0]).shape == (0, 3, 64)
+    assert "copied" in layer.__dict__
+    assert "copied" not in copy.deepcopy(layer).__dict__
+    layer(hidden).float().sum().backward()
+    assert layer.weight.grad is not None

@@ -1,0 +1,67 @@
+"""Linear layers with torch's own weights and training, and products of few rows of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarm_plugins.weights.choice import FP16, candidates
+from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.kernels.fp16 import Fp16Kernel
+from swarm_plugins.weights.kernels.plain import are_for_halves, product_in_halves
+
+_MOST_COPIED_ROWS = 16
+"""Rows whose product a copied weight forms; a prompt's last token is one."""
+
+
+class HalvesLinear(nn.Linear):
+    """Multiplies a few rows in two halves; see `HalvesKernel`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
+        rows = input.reshape(-1, self.in_features)
+        if are_for_halves(rows, self.weight) and self.weight.is_cpu:
+            return product_in_halves(rows, self.weight, self.bias).reshape(*input.shape[:-1], self.out_features)
+        return functional.linear(input, self.weight, self.bias)
+
+
+class CopiedLinear(nn.Linear):
+    """Forms products of few rows from a float16 copy of its weight, made anew once that has changed.
+
+    Passes with gradients do without it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
+        if torch.is_grad_enabled() or not 0 < input.shape[:-1].numel() <= _MOST_COPIED_ROWS:
+            return functional.linear(input, self.weight, self.bias)
+        weight = self.weight
+        state = (weight.data_ptr(), weight._version, weight.dtype)
+        copied = self.__dict__.get("copied")
+        if copied is None or copied[0] != state:
+            copied = self.__dict__["copied"] = (state, *self._copied())
+        _, kernel, parts = copied
+        if kernel is None:
+            return functional.linear(input, weight, self.bias)
+        result: Tensor = kernel.product(parts, input.reshape(-1, self.in_features))
+        result = result.reshape(*input.shape[:-1], self.out_features)
+        return result if self.bias is None else result + self.bias
+
+    def _copied(self) -> tuple[Fp16Kernel | None, dict[str, Any]]:
+        """Returns the copy; no kernel if the weight is beyond its range, or elsewhere by now."""
+        kernel = Fp16Kernel(PlainFormat((self.out_features, self.in_features), self.weight.dtype))
+        parts = {"codes": self.weight.detach()}
+        is_known = self.weight.is_cpu and FP16 in candidates(kernel.format)
+        return (kernel, kernel.prepare(parts)) if is_known and kernel.takes(parts) else (None, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of a model make their own when they need one.
+        return {name: value for name, value in self.__dict__.items() if name != "copied"}
+
+
+def has_plain_weight(layer: object) -> bool:
+    """Returns whether a layer is torch's linear layer in all but its products of few rows."""
+    return type(layer) in (nn.Linear, HalvesLinear, CopiedLinear)
