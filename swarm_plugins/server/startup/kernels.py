@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.weights.choice import candidates
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.config import DTYPES, ServeConfig
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.linears import MIN_FEATURES
@@ -23,18 +24,30 @@ _EXPERTS = ".experts."
 def kernel_of(checkpoint: Checkpoint, blocks: range, config: ServeConfig, device: torch.device) -> str | None:
     """Returns the kernel for a server's weights: the configured one, or the fastest here; None without a choice.
 
-    Trying takes less than two seconds. Only CPUs have a choice.
+    Trying takes less than two seconds.
+
+    Raises:
+        ConfigError: If one is configured for another device than a CPU.
     """
     if device.type != "cpu":
-        return None
-    formats = [_format(shape, checkpoint, config) for shape in _shapes(checkpoint, blocks, config)]
-    known = [one for one in formats if one is not None]
-    if not known:
+        if config.kernel is not None:
+            raise ConfigError(
+                f"kernel is {config.kernel!r} and device {str(device)!r}: only CPUs have a choice, leave it out"
+            )
         return None
     if config.kernel is not None:
         return config.kernel
     what = config.quantization if config.quantization != "none" else _dtype_name(checkpoint, config)
-    return chosen(known, what)
+    make = _format_maker(what)
+    return None if make is None else chosen([make(shape) for shape in _shapes(checkpoint, blocks, config)], what)
+
+
+def _format_maker(what: str) -> Callable[[tuple[int, int]], QuantizingFormat] | None:
+    """Returns what makes the format of a weight from its shape; None for types with a single kernel."""
+    if what == "int8":
+        return Int8Format
+    dtype = getattr(torch, what, None)
+    return functools.partial(PlainFormat, dtype=dtype) if isinstance(dtype, torch.dtype) and what in DTYPES else None
 
 
 def _shapes(checkpoint: Checkpoint, blocks: range, config: ServeConfig) -> Iterator[tuple[int, int]]:
@@ -46,15 +59,6 @@ def _shapes(checkpoint: Checkpoint, blocks: range, config: ServeConfig) -> Itera
             continue
         if len(info.shape) == 2 and min(info.shape) >= MIN_FEATURES:
             yield (info.shape[0], info.shape[1])
-
-
-def _format(shape: tuple[int, int], checkpoint: Checkpoint, config: ServeConfig) -> QuantizingFormat | None:
-    if config.quantization == "int8":
-        return Int8Format(shape)
-    if config.quantization != "none":
-        return None
-    dtype = getattr(torch, _dtype_name(checkpoint, config))
-    return PlainFormat(shape, dtype) if candidates(PlainFormat(shape, dtype)) else None
 
 
 def _dtype_name(checkpoint: Checkpoint, config: ServeConfig) -> str:
