@@ -27,8 +27,8 @@ FEW, MANY = 1, 64
 """Rows of the two products that are timed: a token of one session, and a prompt or the tokens of many."""
 LEAST_WEIGHTS = 1 << 22
 """Models with fewer weights than this lie in the processor's caches, and use the first candidate."""
-_MANY_SHARE = 1 / 16
-"""Weight of the product of many rows: that of requests with four tokens of prompt for each token of the answer."""
+_MANY_SHARE = 1 / 32
+"""Weight of the product of many rows: that of requests with two tokens of prompt for each token of the answer."""
 _BUDGET_S = 0.75
 """Of one type; a shape that has begun is finished."""
 _MOST_ROUNDS, _LEAST_ROUNDS = 7, 2
