@@ -217,13 +217,16 @@ class _BlockLoader:
         fill_in(model, self.dtype, self.device)
         if placing is not None:
             placing.install(model, biases, self.dtype, self.device)
+        self._arrange(model, blocks)
+        return model
+
+    def _arrange(self, model: PreTrainedModel, blocks: range) -> None:
         if self.quantization != "none":
             for block in blocks:
                 quantize_block(_layers(model, self.path)[block], self.quantization, kernel=self.kernel)
         elif self.kernel is not None and self.device.type == "cpu":
             for block in blocks:
                 arrange_block(_layers(model, self.path)[block], self.kernel)
-        return model
 
     def _take_biases(self, placing: Placing, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Takes out of plain tensors what goes into packed layers, and adds the weights that cannot stay packed."""
