@@ -131,7 +131,7 @@ def _hidden(exc: Exception) -> Exception | None:
 
 def _refusal(what: str, right: str, exc: HfHubHTTPError) -> HubError:
     status = exc.response.status_code
-    said = " ".join((exc.server_message or "").split()) or _phrase(status)
+    said = " ".join((exc.server_message or "").split())[:_MAX_SAID_CHARS] or _phrase(status)
     is_passing = status in _PASSING or status >= 500
     for sign, needed_right, kind, sentence in _REFUSALS:
         is_meant = status == sign if isinstance(sign, int) else isinstance(exc, sign)
@@ -142,6 +142,8 @@ def _refusal(what: str, right: str, exc: HfHubHTTPError) -> HubError:
     return HubError(f"{what}: the Hub answered {status} ({said})", kind=kind, is_passing=is_passing)
 
 
+# Of what a Hub says about its refusal: a sentence, or somebody's page of errors.
+_MAX_SAID_CHARS = 300
 _TAKEN = "the name belongs to another user, or the token may only read; use a repository and a token of your own"
 # Error class or status, right needed (None: any), kind, sentence. The first match counts: a gated repository
 # is also a missing one.

@@ -30,6 +30,8 @@ _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 8.0
 # Slower than this counts as no answer, after a minute's grace.
 _MIN_BYTES_PER_S = 16 << 10
 _GRACE_S = 60.0
+# A refusal is a sentence or a page; the rest of a longer one is not read.
+_MAX_REFUSAL_BYTES = 64 << 10
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 Sink = Callable[[int, bytes], object]
@@ -110,9 +112,23 @@ def _open(url: str, headers: dict[str, str], start: int, end: int) -> Iterator[h
     timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S)
     with get_session().stream("GET", url, headers=asked, timeout=timeout, follow_redirects=True) as response:
         if response.status_code not in (200, 206, 416):
-            response.read()
-            hf_raise_for_status(response)
+            hf_raise_for_status(_refusal(response))
         yield response
+
+
+def _refusal(response: httpx2.Response) -> httpx2.Response:
+    """Returns a refusal with the beginning of its body, which says why."""
+    deadline = time.monotonic() + _READ_S
+    body = b""
+    for chunk in response.iter_bytes():
+        body += chunk
+        if len(body) > _MAX_REFUSAL_BYTES or time.monotonic() > deadline:
+            break
+    kind = {"Content-Type": response.headers.get("Content-Type", "text/plain")}
+    told = {name: value for name, value in response.headers.items() if name.lower().startswith("x-")}
+    return httpx2.Response(
+        response.status_code, headers=kind | told, content=body[:_MAX_REFUSAL_BYTES], request=response.request
+    )
 
 
 def _check_range(response: httpx2.Response, start: int, end: int, label: str, may_be_shorter: bool) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.rpc.adapter import answer_adapter
 from swarm_plugins.server.rpc.drain import Operator, answer_drain
@@ -28,7 +30,7 @@ from swarm_plugins.transport.messages import (
 )
 from swarm_plugins.transport.server_info import EchoRequest, InfoRequest
 
-_ANSWERS: dict[str, tuple[Callable[..., Awaitable[Answer]], tuple[type[Message], ...]]] = {
+_ANSWERS: dict[str, tuple[Callable[[Any, Any, Charge], Awaitable[Answer]], tuple[type[Message], ...]]] = {
     "rpc_info": (answer_info, (InfoRequest, EchoRequest)),
     "rpc_forward": (answer_forward, (ForwardRequest,)),
     "rpc_backward": (answer_backward, (BackwardRequest,)),

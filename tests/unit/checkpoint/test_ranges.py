@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_plugins.checkpoint import ranges
 from swarm_plugins.checkpoint.files import Piece
-from swarm_plugins.checkpoint.ranges import coalesce, scatter
+from swarm_plugins.checkpoint.ranges import coalesce, fetch_range, scatter
+from swarm_plugins.errors import HubError
 
 
 def pieces(*spans: tuple[int, int]) -> list[Piece]:
@@ -36,3 +41,30 @@ def test_chunks_of_any_size_reach_their_pieces(cuts: list[int], chunk: int) -> N
     copied = sum(scatter(wanted, at, content[at : at + chunk]) for at in range(0, len(content), chunk))
     assert copied == sum(len(piece.buffer) for piece in wanted)
     assert all(bytes(piece.buffer) == content[piece.start : piece.end] for piece in wanted)
+
+
+def test_a_refusal_without_an_end_is_read_to_a_bound() -> None:
+    gone = threading.Event()
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(403)
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(b"no " * 4096)
+            except OSError:
+                gone.set()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with pytest.raises(HubError, match="read a file: not allowed") as caught:
+                fetch_range(f"http://127.0.0.1:{server.server_port}/file", {}, 0, 10, lambda *_: None, label="a file")
+            assert len(str(caught.value)) < 1000
+            assert gone.wait(60)
+        finally:
+            server.shutdown()
