@@ -1,0 +1,38 @@
+"""ggml's formats against gguf-py, which widens them by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from swarm_plugins.weights.formats.ggml import GGML_TYPES, GgmlFormat
+
+gguf = pytest.importorskip("gguf")
+
+
+def random_codes(kind: str, rows: int, blocks: int) -> torch.Tensor:
+    """Returns any bytes, but scales that are small numbers."""
+    found = GGML_TYPES[kind]
+    made = np.random.default_rng(0).integers(0, 256, (rows, blocks, found.num_bytes), dtype=np.uint8)
+    halves = {"Q6_K": [208], "MXFP4": [], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind, [0, 2])
+    for start in halves:
+        scales = np.random.default_rng(1).normal(size=(rows, blocks, 1)).astype(np.float16)
+        made[..., start : start + 2] = scales.view(np.uint8).reshape(rows, blocks, 2)
+    return torch.from_numpy(made.reshape(rows, -1))
+
+
+@pytest.mark.parametrize("kind", GGML_TYPES)
+def test_weights_are_those_of_gguf_py(kind: str) -> None:
+    codes = random_codes(kind, 6, 3)
+    shape = (6, 3 * GGML_TYPES[kind].block)
+    theirs = gguf.quants.dequantize(codes.numpy(), gguf.GGMLQuantizationType[kind])
+    made = GgmlFormat(shape, kind)
+    assert [(part.dtype, part.shape) for part in made.parts] == [(codes.dtype, tuple(codes.shape))]
+    assert torch.equal(made.widen({"codes": codes}, torch.float32), torch.from_numpy(theirs).reshape(shape))
+
+
+@pytest.mark.parametrize("kind", GGML_TYPES)
+def test_blocks_have_the_sizes_of_gguf_py(kind: str) -> None:
+    found = GGML_TYPES[kind]
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (found.block, found.num_bytes)
