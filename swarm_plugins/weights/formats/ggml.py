@@ -133,7 +133,8 @@ def _q6_k(raw: Tensor) -> Tensor:
     high = (raw[:, 128:192].unflatten(1, (2, 1, 32)) >> places) & 3
     codes = (low | (high << 4)).to(torch.int8) - 32  # [blocks, 2, 4, 32]
     steps = _half(raw[:, 208:]) * raw[:, 192:208].view(torch.int8).float()  # [blocks, 16]
-    return (steps.unsqueeze(2) * codes.reshape(-1, 16, 16).float()).flatten(1)
+    wide: Tensor = (steps.unsqueeze(2) * codes.reshape(-1, 16, 16).float()).flatten(1)
+    return wide
 
 
 def _mxfp4(raw: Tensor) -> Tensor:
