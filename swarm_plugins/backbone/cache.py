@@ -39,12 +39,19 @@ class RemoteCacheState:
         """Of the last step, if adapters of its rows began late."""
         self.is_torn = False
         """Whether a call has failed that states of local blocks, which cannot go back, may have seen."""
+        self.goes_by_steps = False
+        """Whether servers keep states that go back to before the last step, and to no other token."""
+        self.is_cropped = False
+        """Whether tokens have been forgotten that states of local blocks may have seen."""
         self._ops: list[CacheOp] = []
         self._session: ClientSession | None = None
         self._release: Callable[[], object] | None = None
         """Closes the session once, at the latest when this state is collected."""
         self._owed: list[SpanInputs] = []
-        """Inputs that ran outside the session, with gradients: sent first if the cache is used again."""
+        """Inputs that ran outside the session, with gradients, or were taken back with later ones: sent first if the
+        cache is used again."""
+        self._last: SpanInputs | None = None
+        """The session's last step, if states go by steps."""
 
     @property
     def is_untouched(self) -> bool:
@@ -53,10 +60,14 @@ class RemoteCacheState:
 
     def step(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs new tokens in the session."""
-        session = self._ready_session()
+        outputs = self._run(self._ready_session(), inputs)
+        self.length += inputs.hidden.shape[1]
+        return outputs
+
+    def _run(self, session: ClientSession, inputs: SpanInputs) -> SpanOutputs:
         ops, self._ops = self._ops, []
         outputs = self.remote.step(session, inputs, ops)
-        self.length += inputs.hidden.shape[1]
+        self._last = inputs if self.goes_by_steps else None
         return outputs
 
     def _ready_session(self) -> ClientSession:
@@ -65,7 +76,7 @@ class RemoteCacheState:
         if session is None:
             session = self._keep(self.remote.open_session(self.blocks, self.prefix))
         while self._owed:
-            self.remote.step(session, self._owed[0], ())
+            self._run(session, self._owed[0])
             del self._owed[0]
         return session
 
@@ -76,8 +87,7 @@ class RemoteCacheState:
 
     def owe(self, inputs: SpanInputs) -> None:
         """Records tokens that ran outside the session."""
-        plain = replace(inputs, hidden=inputs.hidden.detach(), collect_hidden=False, collect_router=False)
-        self._owed.append(plain)
+        self._owed.append(_plain(inputs))
         self.length += inputs.hidden.shape[1]
 
     def change(self, kind: str, *indices: int) -> None:
@@ -91,16 +101,29 @@ class RemoteCacheState:
             start.apply(op)
             self.prefix, self.length = start.prefix, start.length
             return
-        self._ops.append(op)
+        last, self._last = self._last, None
         if kind == "crop":
-            self.length = indices[0]
+            op = self._crop(indices[0], last)
+        self._ops.append(op)
+
+    def _crop(self, length: int, last: SpanInputs | None) -> CacheOp:
+        """Returns what servers are told; if their states go back by the ``last`` step only, its rest is owed."""
+        start = self.length if last is None else self.length - last.hidden.shape[1]
+        told = length
+        if last is not None and start < length < self.length:
+            self._owed.append(_plain(last.take_tokens(0, length - start)))
+            told = start
+        self.is_cropped |= length > 0
+        self.length = length
+        return CacheOp(kind="crop", indices=(told,))
 
     def reset(self) -> None:
         """Forgets everything, closes the session and frees its memory."""
         if self._release is not None:
             self._release()
-        self.length, self.prefix, self.adapter_rows, self.is_torn = 0, (), (), False
-        self._session = self._release = None
+        self.length, self.prefix, self.adapter_rows = 0, (), ()
+        self.is_torn = self.is_cropped = False
+        self._session = self._release = self._last = None
         self._ops, self._owed = [], []
 
     def leave(self) -> None:
@@ -116,17 +139,24 @@ class RemoteCacheState:
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheState:
         twin = RemoteCacheState(self.remote, self.blocks, self.prefix)
         memo[id(self)] = twin
-        twin.length, twin.adapter_rows, twin.is_torn = self.length, self.adapter_rows, self.is_torn
+        twin.length, twin.adapter_rows = self.length, self.adapter_rows
+        twin.is_torn, twin.is_cropped, twin.goes_by_steps = self.is_torn, self.is_cropped, self.goes_by_steps
         twin._ops = list(self._ops)
         twin._owed = list(self._owed)
         if self._session is not None:
             twin._keep(self.remote.fork(self._session))
+            twin._last = self._last
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
             "a KV cache that lives on servers cannot be pickled; keep the token ids and run them again instead"
         )
+
+
+def _plain(inputs: SpanInputs) -> SpanInputs:
+    """Returns inputs of which only the states are wanted."""
+    return replace(inputs, hidden=inputs.hidden.detach(), collect_hidden=False, collect_router=False)
 
 
 class RemoteCacheLayer(CacheLayerMixin):
@@ -233,7 +263,7 @@ class RemoteStateLayer(RemoteCacheLayer, LinearAttentionCacheLayerMixin):  # typ
         return {0: self.state.length > 0}
 
     def activate_past_recording(self) -> None:
-        """Does nothing: servers go back by replaying."""
+        """Does nothing: servers keep the states before the last step."""
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises UnsupportedError: states never come here."""
@@ -274,6 +304,7 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
         )
     prefix = [tensor.cpu() for layer in filled for tensor in (layer.keys, layer.values) if tensor is not None]
     state = RemoteCacheState(remote, blocks, prefix)
+    state.goes_by_steps = any(_keeps_states(layer) for layer in replaced)
     before, after = layers[: blocks.start], layers[blocks.stop :]
     static = (layer for layer in (*before, *after) if isinstance(layer, StaticLayer) and not layer.is_sliding)
     mask_of = next(static, None)
@@ -302,6 +333,8 @@ def run_cached(
         state.adapter_rows = use.rows or ()
         inputs = replace(inputs, adapters=use)
     before: Sequence[Any] = cache.layers[: inputs.blocks.start]
+    if state.is_cropped:
+        _check_can_crop([*before, *cache.layers[inputs.blocks.stop :]])
     _check_lengths(before, state, inputs.hidden.shape[1])
     try:
         return _run_once(remote, inputs, state)
@@ -327,8 +360,25 @@ def note_failure(cache: Cache) -> None:
 
 def _stays_ahead(layer: Any) -> bool:
     """Returns whether a local layer has states that do not go back with its keys and values."""
-    is_of_family = type(layer).__module__ != Cache.__module__ and "crop" not in vars(type(layer))
-    return is_of_family or isinstance(layer, LinearAttentionCacheLayerMixin)
+    return _keeps_states(layer) and "crop" not in (vars(type(layer)) if _is_of_family(layer) else ())
+
+
+def _keeps_states(layer: Any) -> bool:
+    """Returns whether a layer of transformers has states besides keys and values."""
+    return _is_of_family(layer) or isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _is_of_family(layer: Any) -> bool:
+    return type(layer).__module__ != Cache.__module__
+
+
+def _check_can_crop(local: Sequence[Any]) -> None:
+    """Raises UnsupportedError if local blocks have states that do not go back."""
+    if any(_stays_ahead(layer) and not layer.is_croppable for layer in local):
+        raise UnsupportedError(
+            "tokens were taken back from a cache with states of local blocks, which cannot go back: decode without a "
+            "draft, or leave blocks with states to servers (local_blocks=(0, 0))"
+        )
 
 
 def _check_lengths(local: Sequence[Any], state: RemoteCacheState, num_new: int) -> None:

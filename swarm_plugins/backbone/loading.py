@@ -93,6 +93,9 @@ def load_remote(
     has_images = decoder is not model.base_model
     decoder.config._attn_implementation = register_attention(attention, has_images=has_images)
     stack.watch(decoder)
+    if not local:
+        # transformers refuses drafts for models with states; servers take states back.
+        model._is_stateful = False
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     probe_layer_loop(model.base_model, stack, device)
     take_generation_config(model, checkpoint)

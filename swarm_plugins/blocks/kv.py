@@ -127,7 +127,7 @@ class KVCache:
         self.new_states: States = {}
         """Of a step that is running; they count when it `advance`s."""
         self._before: tuple[int, States] | None = None
-        """Length and states before the last step."""
+        """Length and states before the last step, or the one that runs."""
         # Without tokens, and so without memory.
         self._buffers = {
             block: self._moved(block, layout, 0, None, batch_size) for block, layout in self._layouts.items()
@@ -144,8 +144,10 @@ class KVCache:
         """Whether some block has states."""
         return any(layout.row_bytes or layout.grown_bytes for layout in self._layouts.values())
 
-    def reserve(self, new_tokens: int) -> None:
+    def reserve(self, new_tokens: int, *, goes_on: bool = False) -> None:
         """Makes room for ``new_tokens`` more tokens per row, in all blocks at once.
+
+        With ``goes_on`` they are a further part of the step before: states go back to before its first part.
 
         Raises:
             CapacityError: If the budget has no room; the cache is unchanged then.
@@ -153,6 +155,9 @@ class KVCache:
         """
         self._check_open()
         self.new_states = {}
+        if not goes_on:
+            # Before new ones are made: there are two of each state, not three.
+            self._before = (self.length, self.states)
         self._keep_rows(max(self.batch_size, self._num_rows_kept))
         needed = self.length + new_tokens
         if needed > self.capacity:
@@ -205,7 +210,6 @@ class KVCache:
             for state in self.new_states.values():
                 if isinstance(state, OwnState):
                     state.compact()
-            self._before = (self.length, self.states)
             self.states, self.new_states = {**self.states, **self.new_states}, {}
         self.length += new_tokens
 

@@ -82,6 +82,8 @@ class StepInputs(SpanInputs):
     """New tokens of one session, packed with other sessions'; a prefix is in its cache already."""
 
     cache: KVCache
+    goes_on: bool = False
+    """Whether they are a further part of the session's last step, and are taken back with it."""
 
 
 class SpanRunner(Protocol):

@@ -112,7 +112,7 @@ class Span:
         if len({id(step.cache) for step in steps}) != len(steps):
             raise ConfigError("a session appears twice in one step: its steps follow one another")
         for step in steps:
-            step.cache.reserve(step.hidden.shape[1])
+            step.cache.reserve(step.hidden.shape[1], goes_on=step.goes_on)
         # Caches count new tokens only when everything has run, so an exception leaves all as they were.
         with torch.inference_mode():
             outputs: dict[int, SpanOutputs] = {}

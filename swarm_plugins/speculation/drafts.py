@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
+from swarm_plugins.speculation.caches import CACHE_NAMES, Rewinder, cache_name
 from swarm_plugins.speculation.choice import processed
 from swarm_plugins.speculation.pace import Pace, sum_of
 from swarm_plugins.speculation.rows import Places, Texts
@@ -119,8 +120,10 @@ class ModelDrafter:
         self._ends = torch.tensor(ends)
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         self._cache.activate_past_recording()
+        self._rewinder = Rewinder(self._cache)
         self._seen = 0
         forward = inspect.signature(model.forward).parameters
+        self._cache_name = cache_name(forward)
         self._last_token = int(model.config.get_text_config(decoder=True).vocab_size) - 1
         self._keeps_last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
         self._takes_positions = "position_ids" in forward
@@ -154,19 +157,23 @@ class ModelDrafter:
 
     def _next(self, texts: Texts, places: Places, drafts: Tensor) -> Tensor:
         """Returns the probabilities of the next token, ``[B, V]``."""
-        options: dict[str, Any] = dict(self._keeps_last)
+        options: dict[str, Any] = {**self._keeps_last, self._cache_name: self._cache}
         if self._takes_positions and places.positions is not None:
             options["position_ids"] = places.positions[:, self._seen :].to(self._model.device)
         # Tokens that only the larger vocabulary pads are in no text, but nothing stops a model from saying one.
         known = places.tokens[:, self._seen :].clamp(max=self._last_token)
+        mask = places.mask
+        if mask is not None and self._cache_name != CACHE_NAMES[0]:
+            mask = mask[:, self._seen :]  # without keys and values there are only new tokens
         outputs = self._model(
             input_ids=known.to(self._model.device),
-            attention_mask=None if places.mask is None else places.mask.to(self._model.device),
-            past_key_values=self._cache,
+            attention_mask=None if mask is None else mask.to(self._model.device),
             use_cache=True,
             **options,
         )
         self._seen = places.length
+        if not drafts.shape[1]:
+            self._rewinder.keep(self._seen)
         logits = outputs.logits[:, -1:].float().to(places.tokens.device)
         # Shorter or longer by the rows that pad a vocabulary: [B, 1, V]
         logits = functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)
@@ -175,9 +182,7 @@ class ModelDrafter:
     def forget(self, length: int) -> None:
         """Crops the cache to the places that stay."""
         if self._seen:
-            # Also by 0: sliding layers wait for it to drop what is behind their window.
-            self._cache.crop(min(length - self._seen, 0))
-            self._seen = min(self._seen, length)
+            self._seen = self._rewinder.back(self._seen, length)
 
 
 def _after(logits: Tensor, texts: Texts, drafts: Tensor, processors: LogitsProcessorList) -> Tensor:

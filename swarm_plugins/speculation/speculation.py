@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.speculation.caches import CACHE_NAMES, cache_name, keeps_states, seen_by
 from swarm_plugins.speculation.choice import Chosen, choose_greedy, choose_sampled, processed
 from swarm_plugins.speculation.drafts import Drafter, LookupDrafter, ModelDrafter
 from swarm_plugins.speculation.pace import Counts, Pace
@@ -91,7 +92,7 @@ class Speculation:
             streamer.end()
         if not generation_config.return_dict_in_generate:
             return run.texts.ids
-        cache = run.kwargs["past_key_values"] if len(run.texts.lengths) == 1 else None
+        cache = run.kwargs[run.cache_name] if len(run.texts.lengths) == 1 else None
         return GenerateDecoderOnlyOutput(sequences=cast("LongTensor", run.texts.ids), past_key_values=cache)
 
     def _drafter(self, model: PreTrainedModel, processors: LogitsProcessorList, config: GenerationConfig) -> Drafter:
@@ -117,6 +118,11 @@ class Speculation:
             check_vocabulary(model, self.draft)
         if model.config.is_encoder_decoder:
             raise UnsupportedError(f"{type(model).__name__} has an encoder: speculation is for decoders alone")
+        if getattr(model, "_is_stateful", False):
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps states here that cannot take back rejected tokens: decode without a "
+                "draft, or leave all its blocks to servers, which can"
+            )
         if (config.num_beams or 1) > 1:
             raise ConfigError(f"speculation needs num_beams=1, got {config.num_beams}: beams accept no common draft")
         wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -125,7 +131,7 @@ class Speculation:
             raise ConfigError(f"speculation returns tokens only: leave out {', '.join(asked)}, or decode without it")
         if input_ids.shape[1] == 0:
             raise ConfigError("speculation needs input_ids, got none: a draft cannot continue inputs_embeds")
-        if not kwargs.get("use_cache") or kwargs.get("past_key_values") is None:
+        if not kwargs.get("use_cache") or all(kwargs.get(name) is None for name in CACHE_NAMES):
             raise ConfigError("speculation needs a KV cache: leave use_cache=True")
         if streamer is not None and input_ids.shape[0] > 1:
             raise ConfigError(f"a streamer takes one row, got {input_ids.shape[0]}: generate them one by one")
@@ -166,14 +172,16 @@ class _Run:
         self._places = Places(
             input_ids, model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
         )
-        cache = model_kwargs["past_key_values"]
+        self.cache_name = cache_name(model_kwargs)
+        cache = model_kwargs[self.cache_name]
         cache.activate_past_recording()
-        self._seen = int(cache.get_seq_length())
+        self._seen = seen_by(cache)
         self._is_first = True
         self._num_virtual = 0
         """Places of the cache that are no tokens: before the text, from PEFT's prompt and prefix tuning."""
         self._takes_positions = self._places.positions is not None
-        self._has_window = _has_window(model)
+        # A window counts places, so rows with holes would see less than their window; states take in each place.
+        self._is_dense = _has_window(model) or any(keeps_states(layer) for layer in cache.layers)
 
     def round(self, stopping_criteria: StoppingCriteriaList) -> list[int]:
         """Drafts, verifies and takes over; returns the new tokens of the first row."""
@@ -219,8 +227,8 @@ class _Run:
             inputs["logits_to_keep"] = width
         outputs = model(**inputs, return_dict=True)
         if self._is_first:
-            self._num_virtual = max(0, int(outputs.past_key_values.get_seq_length()) - places.length)
-        self.kwargs["past_key_values"] = outputs.past_key_values
+            self._num_virtual = max(0, seen_by(outputs[self.cache_name]) - places.length)
+        self.kwargs[self.cache_name] = outputs[self.cache_name]
         logits: Tensor = outputs.logits[:, -width:].float().to(places.tokens.device)
         return logits
 
@@ -244,21 +252,20 @@ class _Run:
             is_first_iteration=self._is_first,
             **options,
         )
-        cache = inputs["past_key_values"]
-        if cache is not self.kwargs["past_key_values"]:
+        cache = inputs[self.cache_name]
+        if cache is not self.kwargs[self.cache_name]:
             cache.activate_past_recording()
         return inputs
 
     def _take(self, chosen: Chosen, drafts: Tensor, stopping_criteria: StoppingCriteriaList) -> None:
         """Appends the accepted tokens and the one after them; forgets the rest."""
         texts = self.texts
-        # A window counts places, so rows with holes would see less than their window.
         counts = torch.where(texts.active.to(chosen.counts.device), chosen.counts, 0)
-        if self._has_window or not self._takes_positions:
+        if self._is_dense or not self._takes_positions:
             counts = torch.where(texts.active.to(counts.device), counts[texts.active].min(), 0)
         newest = chosen.tokens.gather(1, counts[:, None])[:, 0]
         places = self._places.accepted(drafts, counts, newest)
-        self.kwargs["past_key_values"].crop(places.length - 1 - self._places.length - drafts.shape[1])
+        self.kwargs[self.cache_name].crop(places.length - 1 - self._places.length - drafts.shape[1])
         self._drafter.forget(places.length - 1)
         self._seen, self._places = places.length - 1, places
         for place in range(int(counts.max()) + 1):

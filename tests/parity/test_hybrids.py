@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from generation_modes import MODES
+from generation_modes import PROMPT as LOOKUP
 from peft import LoraConfig, PeftModel, get_peft_model
+from test_speculation import noisy
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, PreTrainedModel
 from type_models import save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.backbone import swarm_connection
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.speculation import Speculation
+from swarm_plugins.speculation.pace import Pace
 from swarm_plugins.testing.in_process import InProcessSwarm
 
 TYPES = ("qwen3_5_moe_text", "nemotron_h", "minimax_m3_vl_text", "qwen4_exp_text")
@@ -98,6 +103,41 @@ def test_a_session_that_cannot_go_back_is_replayed(remote: PreTrainedModel, loca
     found = remote(other, past_key_values=cache).logits
     whole = local(torch.cat([ids[:, :5], other], dim=1), use_cache=False).logits[:, -1:]
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+DRAFTS = {
+    "lookup": lambda local: {"prompt_lookup_num_tokens": 3},
+    "assistant": lambda local: {"assistant_model": noisy(local)},
+    "speculation": lambda local: {"custom_generate": Speculation(noisy(local), max_tokens=4)},
+    "speculation_lookup": lambda local: {"custom_generate": Speculation("lookup", max_tokens=4)},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_rejected_drafts_are_taken_back_by_the_servers(
+    name: str, remote: PreTrainedModel, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pace, "pays_to_draft", lambda self, chances, drafted: chances > 0)
+    monkeypatch.setattr(Pace, "pays_to_verify", lambda self, chances, drafted: True)
+    wanted = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    expected = local.generate(LOOKUP, **wanted).tolist()
+    assert remote.generate(LOOKUP, **wanted, **DRAFTS[name](local)).tolist() == expected
+    # Without a replay of the text.
+    assert swarm_connection(remote).counts.failures == {}
+
+
+def test_states_of_local_blocks_do_not_go_back(tmp_path: Path) -> None:
+    directory = save_type("qwen3_5_moe_text", tmp_path)
+    with InProcessSwarm(directory, config=QUICK) as swarm, torch.no_grad():
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=(1, 0))
+        cache = model(PROMPT["input_ids"], use_cache=True).past_key_values
+        cache.activate_past_recording()
+        model(torch.tensor([[3, 4]]), past_key_values=cache)
+        cache.crop(-1)
+        with pytest.raises(SwarmError, match="taken back from a cache with states of local blocks"):
+            model(torch.tensor([[3]]), past_key_values=cache)
+        with pytest.raises(SwarmError, match="keeps states here that cannot take back rejected tokens"):
+            model.generate(**PROMPT, custom_generate=Speculation("lookup"))
 
 
 def tuned(model: PreTrainedModel, modules: str) -> PeftModel:

@@ -8,6 +8,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from swarm_plugins.block_io import SpanOutputs, join_outputs
@@ -191,7 +192,7 @@ class Step(Work):
         whole, first = self.inputs, self._num_done
         if first == 0 and num_tokens == self.num_left:
             return whole
-        return whole.take_tokens(first, first + num_tokens)
+        return replace(whole.take_tokens(first, first + num_tokens), goes_on=first > 0)
 
     def add(self, chunk: StepInputs, outputs: SpanOutputs) -> None:
         """Takes the outputs of the latest chunk."""

@@ -192,6 +192,48 @@ def test_a_copy_keeps_the_waiting_changes(cache: Cache, remote: FakeRemote) -> N
     assert [session.steps[-1] for session in remote.opened] == [(1, [("crop", (3,))])] * 2
 
 
+@pytest.fixture
+def stateful(cache: Cache) -> Cache:
+    """Of blocks whose states go back by a step, after steps of 5 and 4 tokens."""
+    state_of(cache).goes_by_steps = True
+    state_of(cache).step(tokens(5))
+    state_of(cache).step(tokens(4))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("removed", "told"),
+    [
+        pytest.param(1, [(3, [("crop", (5,))]), (2, [])], id="within"),
+        pytest.param(4, [(2, [("crop", (5,))])], id="whole"),
+        pytest.param(6, [(2, [("crop", (3,))])], id="further"),
+    ],
+)
+def test_states_go_back_by_a_step_of_which_the_kept_tokens_run_again(
+    stateful: Cache, remote: FakeRemote, removed: int, told: list
+) -> None:
+    stateful.crop(-removed)
+    twin = copy.deepcopy(stateful)
+    for each in (stateful, twin):
+        assert each.get_seq_length() == 9 - removed
+        state_of(each).step(tokens(2))
+    assert [session.steps[2:] for session in remote.opened] == [told, told]
+
+
+def test_tokens_that_run_again_are_taken_back_as_a_step(stateful: Cache, remote: FakeRemote) -> None:
+    stateful.crop(-1)
+    stateful.crop(-1)
+    state_of(stateful).step(tokens(1))
+    assert remote.opened[0].steps[2:] == [(3, [("crop", (5,))]), (2, [("crop", (5,))]), (1, [])]
+
+
+def test_other_rows_have_no_step_to_go_back_by(stateful: Cache, remote: FakeRemote) -> None:
+    stateful.batch_select_indices(torch.tensor([1]))
+    stateful.crop(-1)
+    state_of(stateful).step(tokens(1))
+    assert remote.opened[0].steps[2:] == [(1, [("select", (1,)), ("crop", (8,))])]
+
+
 def test_sessions_end_with_their_cache(cache: Cache, remote: FakeRemote) -> None:
     state_of(cache).step(tokens(2))
     twin = copy.deepcopy(cache)

@@ -95,6 +95,25 @@ def test_a_session_goes_back_by_one_step_and_no_further(span: Span) -> None:
     assert torch.equal(step(span, cache, tokens), step(span, span.new_cache(1, BLOCKS), tokens))
 
 
+def test_parts_of_a_step_are_taken_back_together(span: Span) -> None:
+    tokens, new = hidden(1, 4), hidden(1, 5, seed=1)
+    cache = opened(span, tokens)
+    for part, goes_on in ((new[:, :2], False), (new[:, 2:3], True), (new[:, 3:], True)):
+        span.step([StepInputs(cache=cache, blocks=BLOCKS, hidden=part, goes_on=goes_on)])
+    assert cache.length == 9
+    cache.crop(4)
+    torch.testing.assert_close(step(span, cache, new), step(span, opened(span, tokens), new))
+
+
+def test_no_more_than_two_of_each_state_are_kept(span: Span) -> None:
+    """As the budget counts them."""
+    cache = opened(span, hidden(1, 4))
+    step(span, cache, hidden(1, 1))
+    cache.reserve(1)
+    _, before = cache._before
+    assert before is cache.states
+
+
 def test_a_step_that_fails_leaves_the_states_as_they_were(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, new = hidden(1, 4), hidden(1, 2, seed=1)
     cache = opened(span, tokens)

@@ -1,0 +1,65 @@
+"""Caches of drafts and of the models that verify them: by which name a model takes one, and how it goes back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container
+from typing import Any
+
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""Arguments by which models take their cache."""
+
+_COMMON_LAYERS = (Cache.__module__, "swarm_plugins.")
+"""Where layers are defined that are of no model's own kind."""
+
+
+def cache_name(known: Container[str]) -> str:
+    """Returns the first of `CACHE_NAMES` among ``known``; the usual one, if there is none."""
+    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
+
+
+def keeps_states(layer: Any) -> bool:
+    """Returns whether a layer of a cache has states, which hold every token that they have seen."""
+    is_of_family = not type(layer).__module__.startswith(_COMMON_LAYERS)
+    return is_of_family or isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def seen_by(cache: Cache) -> int:
+    """Returns how many tokens a cache holds; 0 if its layers have states alone, and do not say."""
+    return max((int(one.get_seq_length()) for one in cache.layers if hasattr(one, "get_seq_length")), default=0)
+
+
+class Rewinder:
+    """Takes back tokens of a local cache.
+
+    Layers with keys and values are cropped. States are as they were when they were last kept: what came after must run
+    again.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._kept: dict[int, Any] = {}
+        self._length = 0
+
+    def keep(self, length: int) -> None:
+        """Keeps the states, which have seen ``length`` tokens."""
+        self._kept = {index: copy.deepcopy(one) for index, one in enumerate(self._cache.layers) if keeps_states(one)}
+        self._length = length
+
+    def back(self, seen: int, length: int) -> int:
+        """Goes back from ``seen`` tokens to ``length``, or to fewer if there are states; returns how many are left."""
+        left = min(length, seen)
+        if self._kept and left < seen:
+            left = self._length
+        for index, layer in enumerate[Any](self._cache.layers):
+            if index not in self._kept:
+                # Also by 0: sliding layers wait for it to drop what is behind their window.
+                layer.crop(left - seen)
+            elif left < seen:
+                self._cache.layers[index] = self._kept[index]
+        if left < seen:
+            self._kept = {}
+        return left
