@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from types import MethodType
 from typing import Any, cast
@@ -118,6 +119,10 @@ class Speculation:
             check_vocabulary(model, self.draft)
         if model.config.is_encoder_decoder:
             raise UnsupportedError(f"{type(model).__name__} has an encoder: speculation is for decoders alone")
+        if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
+            raise UnsupportedError(
+                f"{type(model).__name__} takes no cache: each draft would run the whole text again, decode without one"
+            )
         if getattr(model, "_is_stateful", False):
             raise UnsupportedError(
                 f"{type(model).__name__} keeps states here that cannot take back rejected tokens: decode without a "

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from type_models import SPANS, TYPES, VARIANTS, save_type
 
-from swarm_plugins import AutoSwarmModelForCausalLM, OffloadConfig
+from swarm_plugins import AutoSwarmModelForCausalLM, OffloadConfig, SwarmConfig
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm
 
@@ -39,17 +39,20 @@ class DiffersError(AssertionError):
 
 @contextmanager
 def swarmed(
-    directory: Path, spans: Sequence[tuple[int, int]] | None = None, offload: OffloadConfig | None = None
-) -> Iterator[PreTrainedModel]:
+    directory: Path,
+    spans: Sequence[tuple[int, int]] | None = None,
+    offload: OffloadConfig | None = None,
+    config: SwarmConfig | None = None,
+) -> Iterator[tuple[PreTrainedModel, InProcessSwarm]]:
     """Yields a directory's model over two servers in this process, which may leave experts on disk.
 
     Raises:
         SwarmError: If a server or the client refuses it.
     """
     # Servers that did start are closed if another one refuses.
-    with closing(InProcessSwarm(directory, spans=spans, offload=offload)) as swarm:
+    with closing(InProcessSwarm(directory, spans=spans, offload=offload, config=config)) as swarm:
         swarm.start()
-        yield AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        yield AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection), swarm
 
 
 def compare(model_type: str, directory: Path, offload: OffloadConfig | None = None) -> None:
@@ -59,7 +62,7 @@ def compare(model_type: str, directory: Path, offload: OffloadConfig | None = No
         DiffersError: If any of them differs.
         SwarmError: If the type is refused.
     """
-    with swarmed(directory, SPANS.get(model_type), offload) as remote:
+    with swarmed(directory, SPANS.get(model_type), offload) as (remote, _):
         compare_with_local(remote, directory)
 
 
@@ -72,7 +75,7 @@ def compare_with_local(remote: PreTrainedModel, directory: Path) -> None:
     local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     for what, say in (("a prompt", _prompt), ("a padded batch", _padded)):
         _check_said(what, said(remote, say()), said(local, say()))
-    _check_equal("logits of a padded batch", padded_logits(remote), padded_logits(local))
+    check_equal("logits of a padded batch", padded_logits(remote), padded_logits(local))
     _check_gradients(gradients(remote), gradients(local), owned=_owned(remote))
 
 
@@ -133,7 +136,7 @@ def _tokens(num: int, *, seed: int = 1) -> Tensor:
 def _check_said(what: str, remote: tuple[list[list[int]], Tensor], local: tuple[list[list[int]], Tensor]) -> None:
     if remote[0] != local[0]:
         raise DiffersError(f"greedy tokens of {what}: {remote[0]}, local {local[0]}")
-    _check_equal(f"logits of the steps after {what}", remote[1], local[1])
+    check_equal(f"logits of the steps after {what}", remote[1], local[1])
 
 
 def _check_gradients(remote: dict[str, Tensor], local: dict[str, Tensor], owned: set[str]) -> None:
@@ -142,10 +145,10 @@ def _check_gradients(remote: dict[str, Tensor], local: dict[str, Tensor], owned:
         raise DiffersError(f"tensors with gradients: {sorted(remote)}, local {sorted(expected)}")
     scale = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in remote.items():
-        _check_equal(f"gradient of {name}", gradient, local[name], scale)
+        check_equal(f"gradient of {name}", gradient, local[name], scale)
 
 
-def _check_equal(what: str, remote: Tensor, local: Tensor, scale: float | None = None) -> None:
+def check_equal(what: str, remote: Tensor, local: Tensor, scale: float | None = None) -> None:
     if not bool(local.isfinite().all()):
         raise DiffersError(f"{what}: the local model's are not finite")
     difference = float((remote - local).abs().max())
@@ -178,11 +181,16 @@ def _crash(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where})"
 
 
-def main(types: list[str]) -> None:
-    """Prints a line per type."""
+def quiet() -> None:
+    """Prints no warnings."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bar()
+
+
+def main(types: list[str]) -> None:
+    """Prints a line per type."""
+    quiet()
     for model_type in types or (*TYPES, *VARIANTS):
         start = time.monotonic()
         print(f"{model_type:24} {outcome(model_type)}, {time.monotonic() - start:.1f} s", flush=True)  # noqa: T201

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from every_type import REFUSALS, compare, compare_with_local, outcome
+from every_type import REFUSALS, compare, compare_with_local, outcome, swarmed
+from every_way import CONFIG, LIMITS, Pair, outcomes
 from package_imports import ROOT
 from safetensors.torch import load_file, save_file
-from type_models import TYPES, save_type
+from transformers import AutoModelForCausalLM
+from type_models import SPANS, TYPES, save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.backbone import swarm_connection
@@ -61,6 +63,9 @@ QUICK = (
     "hy_v4",
     "gemma4_unified_text",
 )
+# One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
+# indexer's keys, no cache at all.
+QUICK_WAYS = ("llama", "openai-gpt", "mamba", "qwen3_5_moe_text", "nemotron_h", "deepseek_v32", "gemma4_unified_text")
 DECODERS = {
     *QUICK,
     *_names("""
@@ -153,6 +158,18 @@ def test_the_page_of_families_says_the_same() -> None:
 @pytest.mark.parametrize("model_type", _cases(WORKS, QUICK))
 def test_a_type_that_works_says_what_local_says(model_type: str, tmp_path: Path) -> None:
     compare(model_type, save_type(model_type, tmp_path))
+
+
+@pytest.mark.parametrize("model_type", _cases(DECODERS, QUICK_WAYS))
+def test_every_way_to_use_a_type_is_that_of_the_local_model(model_type: str, tmp_path: Path) -> None:
+    """Beam search, drafts, prompts in chunks, forks, LoRA, a server that is killed."""
+    directory = save_type(model_type, tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with swarmed(directory, SPANS.get(model_type), config=CONFIG) as (remote, swarm):
+        wrong = outcomes(Pair(remote, local, swarm))
+    limits = LIMITS.get(model_type, {})
+    assert wrong.keys() == limits.keys(), wrong
+    assert [wrong[name] for name, what in limits.items() if not re.search(what, wrong[name])] == []
 
 
 @pytest.mark.parametrize("model_type", _cases(QUICK, QUICK))
