@@ -73,11 +73,11 @@ others are refused when they are loaded, with the reason. A type that a later re
 before it gets a line here.
 
 Each of them is compared in beam search, with drafts, with prompts in chunks, with copies of a cache that go on by
-themselves, with LoRA, and when a server is killed. Refused are LoRA on `gpt2`, `gpt-sw3` and `openai-gpt`
-(weights stored as `[in, out]`) and on the experts of `longcat_flash`; `openai-gpt` takes no cache, and so no
-drafts. `mamba`, `mamba2` and `falcon_mamba`, whose cache has a name of its own, take drafts by `Speculation`
-alone, and no prompts in chunks. Padded batches with drafts can differ in `deepseek_v4` and `minimax_m3_vl_text`, whose local models depend on how a padded
-text is cut.
+themselves, with LoRA, and when a server is killed. Refused are LoRA on `gpt2`, `gpt-sw3` and `openai-gpt` (weights
+stored as `[in, out]`) and on the experts of `longcat_flash`; `openai-gpt` takes no cache, and so no drafts. `mamba`,
+`mamba2` and `falcon_mamba`, whose cache has a name of its own, take drafts by `Speculation` alone, and no prompts in
+chunks. Padded batches with drafts can differ in `deepseek_v4` and `minimax_m3_vl_text`, whose local models depend on
+how a padded text is cut.
 
 A session keeps *keys and values* of each token, *states* (of recurrences and convolutions, or compressed tokens), or an
 *indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward: parts of prompts
