@@ -19,6 +19,7 @@ from swarm_plugins.blocks.adapters.peft_layers import checking_part
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 from swarm_plugins.weights.experts import PackedExperts
+from swarm_plugins.weights.linears import PackedLinear
 
 if TYPE_CHECKING:
     from swarm_plugins.blocks.span import Span
@@ -206,7 +207,26 @@ def _linear(entry: AdapterModule | PeftLayer, module: nn.Module) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         kind = entry.kind if isinstance(entry, AdapterModule) else "its adapter"
         raise ConfigError(f"{_where(entry)} is a {type(module).__name__}; {kind} needs a linear layer")
+    if not _returns_a_product(module):
+        raise ConfigError(
+            f"{_where(entry)} is a {type(module).__name__}, which computes more than a linear layer: an adapter cannot "
+            "be added to its result; leave it out of target_modules"
+        )
     return module
+
+
+def _returns_a_product(module: nn.Linear) -> bool:
+    """Returns whether a layer turns ``[T, in]`` into ``[T, out]``; routers and grouped layers of families do not."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward or isinstance(module, PackedLinear):
+        return True
+    row = torch.zeros(1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+    try:
+        with torch.inference_mode():
+            found = forward(module, row)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, module.out_features)
 
 
 def _shape_of(module: nn.Module, name: str) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blocks_kit import WIDTH, Pair, states
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.blocks import AdapterUse
@@ -122,3 +122,40 @@ def test_a_parameter_that_is_not_used_in_a_linear_product_is_refused(
     monkeypatch.setattr(type(router), "forward", forward)
     with pytest.raises(UnsupportedError, match="does not use its parameter"):
         pair.forward(states(1, 2, WIDTH), adapters=AdapterUse(adapters=(loaded,)))
+
+
+class _Router(nn.Linear):
+    """As routers of some families: more than a product."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(input)
+        return logits.softmax(-1), logits
+
+
+class _Grouped(nn.Linear):
+    """As the grouped layers of some families: takes its input cut into groups."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.einsum("tgi,ogi->tog", input, self.weight.unflatten(1, (2, -1)))
+
+
+class _Scaled(nn.Linear):
+    """A family's own linear layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 0.5
+
+
+@pytest.mark.parametrize("kind", [_Router, _Grouped])
+def test_layers_that_return_no_product_are_refused_by_name(
+    kind: type[nn.Linear], llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = llama.span.module(1, "self_attn.q_proj")
+    monkeypatch.setattr(module, "__class__", kind)
+    with pytest.raises(ConfigError, match=rf"self_attn.q_proj is a {kind.__name__}, which computes more than a linear"):
+        check_adapter(AdapterSpec(modules=(entry(),)), [torch.zeros(4, 32), torch.zeros(32, 4)], llama.span)
+
+
+def test_linear_layers_of_a_family_take_adapters(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.span.module(1, "self_attn.q_proj"), "__class__", _Scaled)
+    check_adapter(AdapterSpec(modules=(entry(),)), [torch.zeros(4, 32), torch.zeros(32, 4)], llama.span)
