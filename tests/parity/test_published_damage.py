@@ -74,6 +74,7 @@ def cut(name: str) -> Callable[[Tensors], object]:
 
 
 NAN, INF = float("nan"), float("inf")
+STATE = f"{QUERY}weight.quant_state.bitsandbytes__nf4"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 VALUES = [
     pytest.param("fp8", fill(f"{QUERY}weight_scale_inv", 0.0), "its scales hold a zero", id="fp8-zero"),
@@ -86,9 +87,7 @@ VALUES = [
     pytest.param("awq", fill(f"{QUERY}scales", 0.0), "its scales hold a zero", id="awq-zero"),
     pytest.param("bnb-nf4", fill(f"{QUERY}weight.absmax", INF), "its maxima hold NaN or inf", id="bnb-inf"),
     pytest.param("bnb-int8", fill(f"{QUERY}SCB", NAN), "its scales hold NaN or inf", id="bnb-int8-nan"),
-    pytest.param(
-        "bnb-nf4", fill(f"{QUERY}weight.quant_state.bitsandbytes__nf4", 0), "quant_state cannot be read", id="bnb-state"
-    ),
+    pytest.param("bnb-nf4", fill(STATE, 0), "quant_state cannot be read", id="bnb-state"),
     pytest.param("mxfp4", fill(f"{EXPERTS}_scales", 255), "its scales hold NaN", id="mxfp4-nan"),
 ]
 SHAPES = [
@@ -100,6 +99,10 @@ SHAPES = [
     pytest.param("mxfp4", cut(f"{EXPERTS}_scales"), r"is \[5, 64, 2\] of .* needs \[6, 64, 2\]", id="mxfp4"),
     pytest.param("fp8", lambda tensors: tensors.pop(f"{QUERY}weight_scale_inv"), "without scales", id="no-scales"),
     pytest.param("awq", lambda tensors: tensors.pop(f"{QUERY}qzeros"), "it has no zeros", id="no-zeros"),
+    pytest.param("int4-groups", lambda tensors: tensors.pop(f"{QUERY}weight_shape"), "it has no shape", id="no-shape"),
+    pytest.param(
+        "bnb-nf4", lambda tensors: tensors.update({STATE: tensors[STATE].float()}), "expected bytes", id="state"
+    ),
 ]
 
 

@@ -156,6 +156,7 @@ class CompressedTensorsMethod(Method):
             return Nvfp4Format(shape)
         scales = _needed(infos, "scales")
         if kind == "pack-quantized":
+            _needed(infos, "shape")
             return PackQuantizedFormat(
                 shape,
                 args.num_bits,
@@ -301,7 +302,9 @@ class BitsAndBytesMethod(Method):
     def format(self, name: str, shape: tuple[int, int], infos: Infos) -> PublishedFormat:
         if self._config.load_in_8bit:
             return ScaledFormat(shape, (1, shape[1]), torch.int8, torch.float32, shape[:1], unit=1 / 127)
-        _needed(infos, "state")
+        state = _needed(infos, "state")
+        if state.dtype != torch.uint8:
+            raise ValueError(f"its quant_state is of {state.dtype}, expected bytes")
         return Bnb4Format(shape, self._config.bnb_4bit_quant_type, is_nested="nested_maxima" in infos)
 
 
@@ -354,7 +357,7 @@ def method_of(config: Mapping[str, Any], checkpoint_name: str) -> Method:
     except UnsupportedError as exc:
         raise UnsupportedError(
             f"the quantization_config of {checkpoint_name} cannot be read: {exc}; give the unquantized checkpoint, and "
-            "quantize while serving with quantization='int8' or 'nf4'"
+            "quantize while serving with quantization='int8', 'int4' or 'nf4'"
         ) from exc
 
 

@@ -86,11 +86,11 @@ class Published:
     def _plain(self, name: str) -> tuple[str | None, str]:
         # The longest: weight.absmax, not absmax of a module named weight.
         for suffix in sorted(self.method.suffixes, key=len, reverse=True):
-            end = suffix if suffix.startswith("_") else f".{suffix}"
+            is_parameter = suffix.startswith("_")  # of stacked experts, and not of a layer with a weight
+            end = suffix if is_parameter else f".{suffix}"
             if name.endswith(end):
-                return name.removesuffix(end) + ("" if suffix.startswith("_") else ".weight"), self.method.suffixes[
-                    suffix
-                ]
+                plain = name.removesuffix(end) + ("" if is_parameter else ".weight")
+                return plain, self.method.suffixes[suffix]
         return None, ""
 
     def _is_packed(self, plain: str, group: Mapping[str, str]) -> bool:

@@ -135,7 +135,7 @@ def test_wrong_settings_are_refused(llama: Pair) -> None:
 def test_stored_quantized_is_refused_with_the_cure(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     checkpoint = change_config(tmp_path, quantization_config={"quant_method": "aqlm"})
-    with pytest.raises(UnsupportedError, match=r"'aqlm' is not known: .* quantization='int8' or 'nf4'"):
+    with pytest.raises(UnsupportedError, match=r"'aqlm' is not known: .* quantization='int8', 'int4' or 'nf4'"):
         load_span(checkpoint, range(1))
 
 
