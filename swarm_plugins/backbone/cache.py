@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 
+from swarm_plugins.backbone.local_layers import check_can_crop, check_lengths, keeps_states, stays_ahead
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import UnsupportedError
@@ -304,7 +305,7 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
         )
     prefix = [tensor.cpu() for layer in filled for tensor in (layer.keys, layer.values) if tensor is not None]
     state = RemoteCacheState(remote, blocks, prefix)
-    state.goes_by_steps = any(_keeps_states(layer) for layer in replaced)
+    state.goes_by_steps = any(keeps_states(layer) for layer in replaced)
     before, after = layers[: blocks.start], layers[blocks.stop :]
     static = (layer for layer in (*before, *after) if isinstance(layer, StaticLayer) and not layer.is_sliding)
     mask_of = next(static, None)
@@ -334,8 +335,8 @@ def run_cached(
         inputs = replace(inputs, adapters=use)
     before: Sequence[Any] = cache.layers[: inputs.blocks.start]
     if state.is_cropped:
-        _check_can_crop([*before, *cache.layers[inputs.blocks.stop :]])
-    _check_lengths(before, state, inputs.hidden.shape[1])
+        check_can_crop([*before, *cache.layers[inputs.blocks.stop :]])
+    check_lengths(before, state.length + inputs.hidden.shape[1], is_torn=state.is_torn)
     try:
         return _run_once(remote, inputs, state)
     except BaseException:
@@ -349,49 +350,13 @@ def run_cached(
 
 def note_failure(cache: Cache) -> None:
     """Notes that a call of the decoder has failed, which states of local blocks may have seen in part."""
-    ahead = [layer for layer in cache.layers if not isinstance(layer, RemoteCacheLayer) and _stays_ahead(layer)]
+    ahead = [layer for layer in cache.layers if not isinstance(layer, RemoteCacheLayer) and stays_ahead(layer)]
     state = remote_state(cache)
     if state is not None:
         state.is_torn |= bool(ahead)
         return
     for layer in ahead:  # of a first step: there was nothing before
         layer.reset()
-
-
-def _stays_ahead(layer: Any) -> bool:
-    """Returns whether a local layer has states that do not go back with its keys and values."""
-    return _keeps_states(layer) and "crop" not in (vars(type(layer)) if _is_of_family(layer) else ())
-
-
-def _keeps_states(layer: Any) -> bool:
-    """Returns whether a layer of transformers has states besides keys and values."""
-    return _is_of_family(layer) or isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
-def _is_of_family(layer: Any) -> bool:
-    return type(layer).__module__ != Cache.__module__
-
-
-def _check_can_crop(local: Sequence[Any]) -> None:
-    """Raises UnsupportedError if local blocks have states that do not go back."""
-    if any(_stays_ahead(layer) and not layer.is_croppable for layer in local):
-        raise UnsupportedError(
-            "tokens were taken back from a cache with states of local blocks, which cannot go back: decode without a "
-            "draft, or leave blocks with states to servers (local_blocks=(0, 0))"
-        )
-
-
-def _check_lengths(local: Sequence[Any], state: RemoteCacheState, num_new: int) -> None:
-    """Raises UnsupportedError if local blocks have not seen exactly as many tokens as the remote ones will."""
-    length = state.length + num_new
-    counting = (layer for layer in local if isinstance(layer, CacheLayerMixin))
-    seen = next((int(layer.get_seq_length()) for layer in counting), length)
-    if state.is_torn or seen != length:
-        holds = f"{seen} tokens" if seen != length else "states"
-        raise UnsupportedError(
-            f"the cache holds {holds} of the local blocks and {length} tokens of the remote ones: an earlier step "
-            "failed half-way; start with a new cache"
-        )
 
 
 def _run_once(remote: RemoteBlocks, inputs: SpanInputs, state: RemoteCacheState) -> SpanOutputs:

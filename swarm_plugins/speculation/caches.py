@@ -7,24 +7,16 @@ from collections.abc import Container
 from typing import Any
 
 from transformers import Cache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from swarm_plugins.backbone.local_layers import keeps_states
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """Arguments by which models take their cache."""
-
-_COMMON_LAYERS = (Cache.__module__, "swarm_plugins.")
-"""Where layers are defined that are of no model's own kind."""
 
 
 def cache_name(known: Container[str]) -> str:
     """Returns the first of `CACHE_NAMES` among ``known``; the usual one, if there is none."""
     return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
-
-
-def keeps_states(layer: Any) -> bool:
-    """Returns whether a layer of a cache has states, which hold every token that they have seen."""
-    is_of_family = not type(layer).__module__.startswith(_COMMON_LAYERS)
-    return is_of_family or isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def seen_by(cache: Cache) -> int:

@@ -13,8 +13,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from swarm_plugins.backbone.local_layers import keeps_states
 from swarm_plugins.errors import ConfigError, UnsupportedError
-from swarm_plugins.speculation.caches import CACHE_NAMES, cache_name, keeps_states, seen_by
+from swarm_plugins.speculation.caches import CACHE_NAMES, cache_name, seen_by
 from swarm_plugins.speculation.choice import Chosen, choose_greedy, choose_sampled, processed
 from swarm_plugins.speculation.drafts import Drafter, LookupDrafter, ModelDrafter
 from swarm_plugins.speculation.pace import Counts, Pace
