@@ -5,21 +5,16 @@ Activations, norms, routers of one output and caches stay as they are; gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import nn
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.moe.table import IN_HALVES
-from swarm_plugins.weights.choice import HALVES
 from swarm_plugins.weights.experts import quantize_experts
 from swarm_plugins.weights.linears import arranged, is_large_enough, packed
-from swarm_plugins.weights.widths import NF4, Width
-
-_WIDTHS: Mapping[str, Width] = {"int8": 8, "int4": 4, "nf4": NF4}
-QUANTIZATIONS = ("none", *_WIDTHS)
-"""Known ways to keep weights."""
+from swarm_plugins.weights.names import HALVES, HOSTED_WIDTHS, QUANTIZATIONS
 
 
 def check_quantization(kind: str) -> None:
@@ -30,7 +25,7 @@ def check_quantization(kind: str) -> None:
 
 def quantize_block(block: nn.Module, kind: str, *, kernel: str | None = None) -> None:
     """Replaces the weights of a block's linear layers and fused experts; ``kernel``: as for `packed`."""
-    bits = _WIDTHS[kind]
+    bits = HOSTED_WIDTHS[kind]
     for parent, name, child in _frozen(block):
         if type(child) is nn.Linear:
             setattr(parent, name, packed(child, bits, kernel=kernel))

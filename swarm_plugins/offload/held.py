@@ -24,9 +24,10 @@ from swarm_plugins.offload.model.loans import ExpertLoans
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.quantized_store import open_quantized
-from swarm_plugins.weights.widths import NF4, Width
+from swarm_plugins.weights.names import HOSTED_WIDTHS
+from swarm_plugins.weights.widths import Width
 
-HOLDER_BITS: dict[str, Width | None] = {"none": None, "int8": 8, "int4": 4, "nf4": NF4}
+HOLDER_BITS: dict[str, Width | None] = {"none": None, **HOSTED_WIDTHS}
 """Widths of experts that are all in memory, by the quantization that their holder announces."""
 
 

@@ -10,14 +10,13 @@ from swarm_plugins.borders import NO_TIES, check_borders, nearest_border, pieces
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.weights.names import KERNELS, QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_REQUEST_BYTES = 16 << 20
 """Least budget for requests."""
 LEAST_ACTIVATION_BYTES = 512 << 20
 """Least budget for graphs that a server chooses itself."""
-QUANTIZATIONS = ("none", "int8", "int4", "nf4")
-KERNELS = ("plain", "halves", "onednn", "fp16", "int_mm", "fbgemm")
 
 
 @dataclass(frozen=True, kw_only=True)

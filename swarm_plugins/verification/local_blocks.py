@@ -24,6 +24,7 @@ from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ProtocolError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.versions import ModelVersion
+from swarm_plugins.weights.names import QUANTIZATIONS
 from swarm_plugins.weights.published.methods import is_published_name
 from swarm_plugins.weights.published.weights import Published
 
@@ -61,7 +62,7 @@ class Kind:
             UnsupportedError: If it is not a floating type that blocks compute in.
         """
         found = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.dtype)
-        is_known = self.quantization in ("none", "int8", "int4", "nf4") or is_published_name(self.quantization)
+        is_known = self.quantization in QUANTIZATIONS or is_published_name(self.quantization)
         if found is None or not is_known:
             raise UnsupportedError(
                 f"blocks of {self.dtype!r}, quantized {self.quantization!r}, cannot be computed here"

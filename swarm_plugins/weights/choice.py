@@ -20,11 +20,9 @@ from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
 from swarm_plugins.weights.kernels.onednn import OneDnnKernel, has_onednn
 from swarm_plugins.weights.kernels.plain import HalvesKernel, PlainKernel
 from swarm_plugins.weights.kernels.widening import WideningKernel
+from swarm_plugins.weights.names import FBGEMM, FP16, HALVES, INT_MM, ONEDNN, PLAIN
 from swarm_plugins.weights.stored import QuantizingFormat, StoredFormat
 from swarm_plugins.weights.widths import NF4, Width
-
-PLAIN, HALVES, ONEDNN, FP16 = "plain", "halves", "onednn", "fp16"
-INT_MM, FBGEMM = "int_mm", "fbgemm"
 
 
 def half_type(dtype: torch.dtype) -> torch.dtype:

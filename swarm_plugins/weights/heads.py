@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm_plugins.weights.choice import FP16, HALVES, PLAIN
 from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.names import FP16, HALVES, PLAIN
 from swarm_plugins.weights.plain_linears import CopiedLinear, HalvesLinear
 from swarm_plugins.weights.trial import chosen
 

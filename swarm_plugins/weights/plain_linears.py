@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarm_plugins.weights.choice import FP16, candidates
+from swarm_plugins.weights.choice import candidates
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernels.fp16 import Fp16Kernel
 from swarm_plugins.weights.kernels.plain import are_for_halves, product_in_halves
+from swarm_plugins.weights.names import FP16
 
 _MOST_COPIED_ROWS = 16
 """Rows whose product a copied weight forms; a prompt's last token is one."""

@@ -33,9 +33,9 @@ _BUDGET_S = 0.75
 """Of one type; a shape that has begun is finished."""
 _MOST_ROUNDS, _LEAST_ROUNDS = 7, 2
 _NUM_SHAPES = 2
+"""Shapes that are tried: those with most weights."""
 SMALL_ROWS = 64
 """Rows of the weight that is multiplied with before each one that is timed."""
-"""Shapes that are tried: those with most weights."""
 _MOST_WEIGHTS = 1 << 23
 """Larger weights are tried by their first rows."""
 _LEAST_CACHE, _MOST_CACHE = 32 << 20, 128 << 20

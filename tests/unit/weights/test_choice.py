@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.weights import heads, trial
-from swarm_plugins.weights.choice import HALVES, PLAIN, candidates, kernel_for
+from swarm_plugins.weights.choice import candidates, kernel_for
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.nf4 import Nf4Format
 from swarm_plugins.weights.formats.plain import PlainFormat
@@ -21,6 +21,7 @@ from swarm_plugins.weights.kernel import multiply
 from swarm_plugins.weights.kernels.fp16 import Fp16Kernel
 from swarm_plugins.weights.kernels.plain import PlainKernel
 from swarm_plugins.weights.linears import PackedLinear, arranged, packed, wide_weight
+from swarm_plugins.weights.names import HALVES, PLAIN
 from swarm_plugins.weights.plain_linears import CopiedLinear, HalvesLinear, has_plain_weight
 from swarm_plugins.weights.stored import QuantizingFormat
 from swarm_plugins.weights.trial import Trial, check, chosen, most_error, try_out

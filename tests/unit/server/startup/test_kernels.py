@@ -13,7 +13,7 @@ from swarm_plugins.blocks import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.server.config import DTYPES, KERNELS, ServeConfig
+from swarm_plugins.server.config import DTYPES, ServeConfig
 from swarm_plugins.server.startup import kernels
 from swarm_plugins.server.startup.kernels import kernel_of
 from swarm_plugins.server.startup.spans import SpanLoader
@@ -21,6 +21,7 @@ from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.weights.choice import candidates
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.names import KERNELS
 
 CPU = torch.device("cpu")
 
