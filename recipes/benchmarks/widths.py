@@ -162,6 +162,6 @@ def _options(width: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _log_probabilities(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """Returns those of the last tokens of a text, ``[tokens, vocabulary]``."""
+    """Returns the log-probabilities of the tokens that follow the last ones of a text, ``[tokens, vocabulary]``."""
     logits: Tensor = model(text, use_cache=False).logits[0, -_STEPS:]
     return logits.float().log_softmax(-1)

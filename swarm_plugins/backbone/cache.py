@@ -156,7 +156,7 @@ class RemoteCacheState:
 
 
 def _plain(inputs: SpanInputs) -> SpanInputs:
-    """Returns inputs of which only the states are wanted."""
+    """Returns inputs that only advance the session: without a gradient, and nothing of their outputs is collected."""
     return replace(inputs, hidden=inputs.hidden.detach(), collect_hidden=False, collect_router=False)
 
 
