@@ -11,6 +11,7 @@ import torch
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.config import DTYPES, ServeConfig
+from swarm_plugins.weights.choice import candidates
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.linears import MIN_FEATURES
@@ -27,7 +28,7 @@ def kernel_of(checkpoint: Checkpoint, blocks: range, config: ServeConfig, device
     Trying takes less than two seconds.
 
     Raises:
-        ConfigError: If one is configured for another device than a CPU.
+        ConfigError: If one is configured for another device than a CPU, or for another type of weights.
     """
     if device.type != "cpu":
         if config.kernel is not None:
@@ -35,10 +36,14 @@ def kernel_of(checkpoint: Checkpoint, blocks: range, config: ServeConfig, device
                 f"kernel is {config.kernel!r} and device {str(device)!r}: only CPUs have a choice, leave it out"
             )
         return None
-    if config.kernel is not None:
-        return config.kernel
     what = config.quantization if config.quantization != "none" else _dtype_name(checkpoint, config)
     make = _format_maker(what)
+    if config.kernel is not None:
+        known = {} if make is None else candidates(make((MIN_FEATURES, MIN_FEATURES)))
+        if config.kernel not in known:
+            choice = f"expected {', '.join(known)}, or" if known else "they have no choice of kernels here,"
+            raise ConfigError(f"kernel is {config.kernel!r} and the weights are {what}: {choice} leave it out")
+        return config.kernel
     return None if make is None else chosen([make(shape) for shape in _shapes(checkpoint, blocks, config)], what)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_plugins.blocks import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
@@ -83,7 +82,7 @@ def test_a_named_kernel_is_taken(llama: Checkpoint, asked: list[tuple[Sequence[A
         kernel_of(llama, range(1), config(llama, kernel="plain"), torch.device("cuda"))
     with pytest.raises(ConfigError, match="unknown kernel 'fast'; known: plain, halves"):
         config(llama, kernel="fast")
-    with pytest.raises(ConfigError, match="kernel 'fbgemm' does not multiply with"):
-        load_span(llama, range(1), kernel="fbgemm")
-    with pytest.raises(ConfigError, match="no choice of kernels for this format"):
-        load_span(llama, range(1), quantization="int4", kernel="plain")
+    with pytest.raises(ConfigError, match=r"kernel is 'fbgemm' and the weights are float32: expected plain, .* leave"):
+        kernel_of(llama, range(1), config(llama, kernel="fbgemm"), CPU)
+    with pytest.raises(ConfigError, match="kernel is 'plain' and the weights are int4: they have no choice"):
+        kernel_of(llama, range(1), config(llama, kernel="plain", quantization="int4"), CPU)
