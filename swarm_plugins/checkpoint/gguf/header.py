@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from swarm_plugins.errors import CheckpointError, UnsupportedError
-from swarm_plugins.weights.formats.ggml import GGML_TYPES
 
 MAX_HEADER_BYTES = 256 << 20
 """Largest header that is read: a vocabulary of a million tokens takes about 40 MB."""
@@ -33,16 +32,17 @@ _STRING, _ARRAY = 8, 9
 Value = int | float | bool | str
 
 
-_PLAIN = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
-"""Types that are no blocks, by ggml's number: name and bytes."""
-_QUANTIZED = {
-    2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 39: "MXFP4",
+BLOCK_SIZES: Mapping[str, tuple[int, int]] = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2),
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "MXFP4": (32, 17),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
-_BLOCKS: Mapping[int, tuple[str, int, int]] = {
-    **{number: (name, 1, num_bytes) for number, (name, num_bytes) in _PLAIN.items()},
-    **{number: (name, GGML_TYPES[name].block, GGML_TYPES[name].num_bytes) for number, name in _QUANTIZED.items()},
-}
-"""Of each type its name, and the weights and the bytes of a block."""
+"""Weights and bytes of a block, by the name of ggml's type: the types that are read."""
+_NAMES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    30: "BF16", 39: "MXFP4",
+}  # fmt: skip
+"""By ggml's number."""
 
 
 class GgufTensor(NamedTuple):
@@ -195,13 +195,14 @@ class _Entry(NamedTuple):
     def placed(self, start: int, label: str) -> GgufTensor:
         """Returns the tensor with its bytes in a file whose data begins at ``start``."""
         what = f"tensor {self.name[:100]!r} in {label}"
-        if self.kind not in _BLOCKS:
-            known = ", ".join(name for name, *_ in _BLOCKS.values())
+        kind = _NAMES.get(self.kind)
+        if kind is None:
+            known = ", ".join(BLOCK_SIZES)
             raise UnsupportedError(
                 f"{what} has ggml's type number {self.kind}; known: {known}: quantize the model again to one of them "
                 "with llama-quantize"
             )
-        kind, block, block_bytes = _BLOCKS[self.kind]
+        block, block_bytes = BLOCK_SIZES[kind]
         if not all(0 < one < _MAX_SIZE for one in self.sizes) or self.sizes[0] % block:
             raise CheckpointError(
                 f"{what} has the shape {list(self.sizes)}, whose rows are no whole blocks of {block} weights ({kind}): "

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from swarm_plugins.checkpoint.gguf.header import BLOCK_SIZES
 from swarm_plugins.weights.stored import Part, StoredFormat
 
 # Weights widened at once, so that temporaries stay small.
 _CHUNK_WEIGHTS = 1 << 20
-_SMALL, _LARGE = 32, 256
 # e2m1 doubled: MXFP4's scale is halved for it.
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -147,15 +147,15 @@ def _mxfp4(raw: Tensor) -> Tensor:
 GGML_TYPES: Mapping[str, GgmlType] = {
     kind.name: kind
     for kind in (
-        GgmlType("Q4_0", _SMALL, 18, _q4_0),
-        GgmlType("Q4_1", _SMALL, 20, _q4_1),
-        GgmlType("Q5_0", _SMALL, 22, _q5_0),
-        GgmlType("Q5_1", _SMALL, 24, _q5_1),
-        GgmlType("Q8_0", _SMALL, 34, _q8_0),
-        GgmlType("Q4_K", _LARGE, 144, _q4_k),
-        GgmlType("Q5_K", _LARGE, 176, _q5_k),
-        GgmlType("Q6_K", _LARGE, 210, _q6_k),
-        GgmlType("MXFP4", _SMALL, 17, _mxfp4),
+        GgmlType("Q4_0", *BLOCK_SIZES["Q4_0"], _q4_0),
+        GgmlType("Q4_1", *BLOCK_SIZES["Q4_1"], _q4_1),
+        GgmlType("Q5_0", *BLOCK_SIZES["Q5_0"], _q5_0),
+        GgmlType("Q5_1", *BLOCK_SIZES["Q5_1"], _q5_1),
+        GgmlType("Q8_0", *BLOCK_SIZES["Q8_0"], _q8_0),
+        GgmlType("Q4_K", *BLOCK_SIZES["Q4_K"], _q4_k),
+        GgmlType("Q5_K", *BLOCK_SIZES["Q5_K"], _q5_k),
+        GgmlType("Q6_K", *BLOCK_SIZES["Q6_K"], _q6_k),
+        GgmlType("MXFP4", *BLOCK_SIZES["MXFP4"], _mxfp4),
     )
 }
 """The types that are read, by name."""
