@@ -20,7 +20,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from p2p_kit import INFO, client, echo, server
 
-from swarm_plugins.transport import limits
+from swarm_plugins.transport import limits, p2p_channel
 from swarm_plugins.transport.admission import addresses, calls
 from swarm_plugins.transport.identity import create_identity_file, load_identity
 from swarm_plugins.transport.messages import Failure
@@ -28,6 +28,7 @@ from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.p2p_channel import protocol_name
 from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key, sign_record
 from swarm_plugins.transport.server_info import InfoRequest
+from swarm_plugins.transport.stream import FrameStream
 
 pytestmark = pytest.mark.swarm
 
@@ -303,6 +304,15 @@ async def test_many_idle_streams_of_one_peer_leave_room_for_others(monkeypatch: 
 
 async def test_silent_streams_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
+    watch = p2p_channel._await_first_message
+
+    async def after_a_byte(stream: FrameStream) -> None:
+        # A stream that was closed before the attacker's daemon has sent anything on it ends without a word.
+        while not stream._counts.received_bytes:
+            await asyncio.sleep(0.01)
+        await watch(stream)
+
+    monkeypatch.setattr(p2p_channel, "_await_first_message", after_a_byte)
     async with victim_and_attacker() as (victim, attacker):
         peer = PeerID.from_base58(victim.peer_id)
         _, reader, writer = await attacker.call_binary_stream_handler(peer, protocol_name("rpc_forward"))
