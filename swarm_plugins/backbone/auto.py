@@ -137,6 +137,19 @@ _CLIENT_SETTINGS = frozenset({
     "router_aux_loss_coef",
     "use_cache",
 })  # fmt: skip
+_WIDTH = "each server chooses the width of its blocks (swarm serve --quantization int8); leave it out"
+_INSTEAD = {
+    "attn_implementation": "servers choose how their blocks attend; leave it out",
+    "device_map": "blocks are on servers, and device= says where the weights of this side go; leave it out",
+    "load_in_4bit": _WIDTH,
+    "load_in_8bit": _WIDTH,
+    "low_cpu_mem_usage": "only the weights of this side are read in any case; leave it out",
+    "max_memory": "blocks are on servers, which have limits of their own; leave it out",
+    "quantization_config": _WIDTH,
+    "torch_dtype": "its name is dtype",
+    "trust_remote_code": "code out of a repository is never run, only transformers' own classes are; leave it out",
+}
+"""What to do instead of arguments that transformers' ``from_pretrained`` takes."""
 
 
 def _check_not_store(checkpoint: Checkpoint) -> None:
@@ -154,6 +167,8 @@ def _check_changes(changes: Mapping[str, Any], config: PreTrainedConfig) -> None
     for name in changes:
         if name in _CLIENT_SETTINGS:
             continue
+        if name in _INSTEAD:
+            raise ConfigError(f"{name!r} is not taken here: {_INSTEAD[name]}")
         allowed = f"supported settings: {', '.join(sorted(_CLIENT_SETTINGS))}"
         if not hasattr(config, name):
             raise ConfigError(

@@ -14,6 +14,7 @@ from swarm_plugins.cli.support.options import OFFLOAD_WORDS
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.transport.config import NodeConfig
 
 if TYPE_CHECKING:
     from swarm_plugins.metrics.endpoint import Endpoint
@@ -22,14 +23,23 @@ if TYPE_CHECKING:
 _LEVELS = ("debug", "info", "warning", "error")
 _OWN_SYNTAX = ("model", "blocks", "part", "experts", "remote_experts", "adapters")
 _WORDS = OFFLOAD_WORDS | words_of(ServeConfig, without=_OWN_SYNTAX) | {"remote_experts": "--experts remote"}
+_MODEL, _NETWORK, _LOGS = "Model and blocks", "Network", "Logs and metrics"
+_PANELS = {
+    _MODEL: ("revision", "num_blocks", "slice"),
+    "How weights are kept": ("device", "dtype", "quantization", "kernel", "offload"),
+    _NETWORK: tuple(field.name for field in dataclasses.fields(NodeConfig)),
+    "Memory": ("kv_bytes", "activation_bytes", "adapter_bytes", "request_bytes", "run_bytes"),
+    "What clients may use": ("points", "max_batch_tokens", "max_session_tokens", "drain_s"),
+}
 
 
-@options_of(ServeConfig, without=_OWN_SYNTAX)
+@options_of(ServeConfig, without=_OWN_SYNTAX, panels=_PANELS)
 def serve(
     given: Given,
     model: Annotated[str, typer.Argument(help="Directory of a model, or its id on the Hub.", show_default=False)],
     blocks: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Blocks A to B-1; or K/N, the K-th of N equal parts.")
+        str | None,
+        typer.Option(metavar="A:B", help="Blocks A to B-1; or K/N, the K-th of N equal parts.", rich_help_panel=_MODEL),
     ] = None,
     experts: Annotated[
         str | None,
@@ -37,22 +47,36 @@ def serve(
             metavar="A:B|remote",
             help="Hold only experts A to B-1 of each block. remote: the blocks without experts, which other peers "
             "hold; A:B,remote: the blocks with these experts.",
+            rich_help_panel=_MODEL,
         ),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="REPO[@TAG]", help="Adapter to preload, published or in a directory; repeatable."),
+        typer.Option(
+            metavar="REPO[@TAG]",
+            help="Adapter to preload, published or in a directory; repeatable.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
-    log_format: Annotated[str, typer.Option(help="text, or json for one object a line.")] = "text",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: torch's.", rich_help_panel="How weights are kept")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_LOGS)] = "warning",
+    log_format: Annotated[
+        str, typer.Option(help="text, or json for one object a line.", rich_help_panel=_LOGS)
+    ] = "text",
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of metrics for Prometheus; 0: any free one. Default: no metrics."),
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of metrics for Prometheus; 0: any free one. Default: no metrics.",
+            rich_help_panel=_LOGS,
+        ),
     ] = None,
-    metrics_host: Annotated[str, typer.Option(help="Address for metrics; anyone who reaches it can read them.")] = (
-        "127.0.0.1"
-    ),
+    metrics_host: Annotated[
+        str, typer.Option(help="Address for metrics; anyone who reaches it can read them.", rich_help_panel=_LOGS)
+    ] = ("127.0.0.1"),
     embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
     """Host a span of a model's blocks for the swarm at --initial-peers, or else for a new one.

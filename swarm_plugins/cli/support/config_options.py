@@ -15,6 +15,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -42,12 +43,18 @@ def words_of(config: type, *, without: Collection[str] = ()) -> dict[str, str]:
 
 
 def options_of(
-    config: type, *, only: Collection[str] = (), without: Collection[str] = ()
+    config: type,
+    *,
+    only: Collection[str] = (),
+    without: Collection[str] = (),
+    panels: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Adds an option for each field of a config to a command, whose parameter ``given`` takes what is typed.
 
-    A command may have the options of several configs, or of some fields ``only``.
+    A command may have the options of several configs, or of some fields ``only``. ``panels`` has the fields of each
+    panel of the help, by its title.
     """
+    panel_of = {name: title for title, names in panels.items() for name in names}
     known = {field.name: field for field in dataclasses.fields(config) if field.name not in without}
     fields = [known[name] for name in only or known]
     docs, types = _docs_of(config), get_type_hints(config)
@@ -55,7 +62,9 @@ def options_of(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [one for name, one in signature.parameters.items() if name != "given"]
-        added = [_parameter(field, types[field.name], docs.get(field.name, "")) for field in fields]
+        added = [
+            _parameter(field, types[field.name], docs.get(field.name, ""), panel_of.get(field.name)) for field in fields
+        ]
 
         @functools.wraps(command)
         def run(**typed: Any) -> None:
@@ -90,7 +99,7 @@ def pair(text: str, sign: str) -> tuple[int, int] | None:
     return None
 
 
-def _parameter(field: Field, hint: Any, doc: str) -> inspect.Parameter:
+def _parameter(field: Field, hint: Any, doc: str, panel: str | None) -> inspect.Parameter:
     """Returns the parameter of a command for a field."""
     kind, metavar = _plain(hint), None
     default = None if field.default is dataclasses.MISSING else field.default
@@ -115,6 +124,7 @@ def _parameter(field: Field, hint: Any, doc: str) -> inspect.Parameter:
         envvar=_ENVIRONMENT.get(field.name),
         hidden=field.metadata.get("hidden", False),
         dir_okay=kind is not Path,
+        rich_help_panel=panel,
     )
     return inspect.Parameter(
         field.name,

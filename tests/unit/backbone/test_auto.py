@@ -106,6 +106,21 @@ def test_settings_that_servers_would_not_know_of_are_refused(swarm: InProcessSwa
         AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, num_experts_per_tok=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device_map": "auto"}, "'device_map' is not taken here: blocks are on servers, and device= says where"),
+        ({"load_in_8bit": True}, "'load_in_8bit' is not taken here: each server chooses the width of its blocks"),
+        ({"trust_remote_code": True}, "code out of a repository is never run"),
+    ],
+)
+def test_what_transformers_would_take_is_answered(
+    swarm: InProcessSwarm, directory: Path, arguments: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, **arguments)
+
+
 def test_no_peers_is_found_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no swarm to join"):
         AutoSwarmModelForCausalLM.from_pretrained(tmp_path / "missing")

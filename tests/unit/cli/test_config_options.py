@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
@@ -115,6 +116,15 @@ def test_every_setting_of_a_server_has_help() -> None:
     assert words_of(ServeConfig)["kv_bytes"] == "--kv-bytes"
     assert "blocks" not in words_of(ServeConfig)
     assert words_of(ServeConfig, without=["kv_bytes"]).keys() == words_of(ServeConfig).keys() - {"kv_bytes"}
+
+
+def test_options_of_a_server_stand_in_panels() -> None:
+    app = typer.Typer(add_completion=False)
+    app.command()(serve)
+    command: Any = typer.main.get_command(app)
+    shown = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+    assert len(shown) > 30
+    assert [one.name for one in shown if one.name != "help" and one.rich_help_panel is None] == []
 
 
 def test_a_size_that_cannot_be_read_is_a_wrong_setting() -> None:
