@@ -33,3 +33,8 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} TB"
+
+
+def size_of(num_bytes: int) -> str:
+    """Returns a size to type that is no smaller: ``816MB``."""
+    return f"{-(-num_bytes // 1000**2)}MB"

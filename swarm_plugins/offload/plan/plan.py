@@ -12,6 +12,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
 from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
+from swarm_plugins.sizes import format_bytes, size_of
 from swarm_plugins.weights.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
 
 RUNTIME_BYTES = 450_000_000
@@ -142,10 +143,10 @@ def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes
     least = (num_readers + 1) * sizes.largest_expert_bytes
     if room < least:
         raise CapacityError(
-            f"{memory_bytes} bytes are too few: {sizes.other_bytes} for the weights outside experts, "
-            f"{sizes.cache_bytes} for the cache of {sizes.context_tokens} tokens, "
-            f"{sizes.activation_bytes + RUNTIME_BYTES} for activations and libraries and {least} for "
-            f"{num_readers + 1} experts make {fixed + least} bytes: give that many, or a shorter context"
+            f"{format_bytes(memory_bytes)} are too few: {format_bytes(sizes.other_bytes)} for the weights outside "
+            f"experts, {format_bytes(sizes.cache_bytes)} for the cache of {sizes.context_tokens} tokens, "
+            f"{format_bytes(sizes.activation_bytes + RUNTIME_BYTES)} for activations and libraries and "
+            f"{format_bytes(least)} for {num_readers + 1} experts: give {size_of(fixed + least)}, or a shorter context"
         )
     fast = min(room, sizes.expert_bytes)
     has_link = speeds.link_bytes_per_s is not None
