@@ -62,6 +62,10 @@ def widths(
     width: Annotated[
         list[str] | None, typer.Option(help="float32, bfloat16, float16, int8, int4 or nf4; repeatable.")
     ] = None,
+    gguf: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of the same model that llama.cpp (package xllamacpp) decodes in turns; repeatable."),
+    ] = None,
     prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
     new_tokens: NewTokens = 32,
     rounds: Rounds = 7,
@@ -75,6 +79,7 @@ def widths(
         return bench_widths(
             model,
             widths=width or ["float32", "bfloat16", "int8", "int4", "nf4"],
+            gguf=gguf or (),
             prefix_tokens=prefix,
             new_tokens=new_tokens,
             rounds=rounds,

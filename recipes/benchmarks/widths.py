@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from recipes.benchmarks.arms import decode, frozen, local_model, prompt_tokens
 from recipes.benchmarks.figures import Report, goal_cells, new_table
+from recipes.benchmarks.llama_cpp import LlamaCpp, check_llama_cpp
 from recipes.benchmarks.measure import Arm, take_turns
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, connect
@@ -42,10 +43,10 @@ class Measured:
     cpu_over_local: float | None
     prompt_over_local: float
     """Time of the first token, which includes the prompt."""
-    divergence: float
-    """Mean KL divergence of the next token's distribution from the local model's, in nats."""
-    is_equal: bool
-    """Whether all decoded tokens are the local model's."""
+    divergence: float | None
+    """Mean KL divergence of the next token's distribution from the local model's, in nats. None: not looked at."""
+    is_equal: bool | None
+    """Whether all decoded tokens are the local model's. None: not looked at."""
 
 
 @dataclass(kw_only=True)
@@ -80,8 +81,8 @@ class WidthsReport(Report):
                 *goal_cells(None if goal is None else f"{goal:.2f}", reached, is_upper_bound=True),
                 "" if one.cpu_over_local is None else f"{one.cpu_over_local:.2f}",
                 f"{one.prompt_over_local:.2f}",
-                f"{one.divergence:.1e}",
-                "equal" if one.is_equal else "differ",
+                "" if one.divergence is None else f"{one.divergence:.1e}",
+                {True: "equal", False: "differ", None: ""}[one.is_equal],
             )
         yield table
 
@@ -104,15 +105,40 @@ class _Side:
         return decoded.seconds_per_token
 
 
+class _OtherSide:
+    """llama.cpp with a file; keeps what its prompts took."""
+
+    def __init__(self, llama: LlamaCpp, prompt: Tensor, new_tokens: int) -> None:
+        self._run = partial(llama.decode, prompt[0].tolist(), new_tokens)
+        self.prompt_s: list[float] = []
+
+    def round(self) -> float:
+        """Decodes; returns the seconds per token."""
+        decoded = self._run()
+        self.prompt_s.append(decoded.prompt_s)
+        return decoded.seconds_per_token
+
+
 def bench_widths(
-    directory: Path, *, widths: Sequence[str], prefix_tokens: int, new_tokens: int, rounds: int, progress: Progress
+    directory: Path,
+    *,
+    widths: Sequence[str],
+    gguf: Sequence[Path],
+    prefix_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    progress: Progress,
 ) -> WidthsReport:
     """Compares greedy decoding of one sequence after a prefix, through one server for each width.
 
+    ``gguf`` has files of the same model that llama.cpp decodes in turns with them.
+
     Raises:
-        ConfigError: If a width is unknown.
+        ConfigError: If a width is unknown, or there is no such file.
+        MissingExtraError: If llama.cpp is asked for and not installed.
         SwarmError: If a float32 server's tokens differ from the local model's.
     """
+    check_llama_cpp(gguf)
     options = {width: _options(width) for width in widths}
     local = local_model(directory)
     prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
@@ -127,29 +153,43 @@ def bench_widths(
             model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=dtype)
             sides[width] = _Side(frozen(model), prompt, new_tokens)
             arms.append(Arm(sides[width].round, (os.getpid(), *(server.pid for server in swarm.servers))))
+        others = {}
+        for file in gguf:
+            llama = stack.enter_context(LlamaCpp(file))
+            llama.open(prefix_tokens + new_tokens)
+            others[file] = _OtherSide(llama, prompt, new_tokens)
+            arms.append(Arm(others[file].round, (llama.pid,)))
         take_turns("widths", arms, rounds=rounds, progress=progress)
         report = WidthsReport(
             command="benchmark widths", model=directory.resolve().name, local_ms=arms[0].median_s * 1e3
         )
         text = torch.cat([prompt, torch.tensor([here.tokens])], dim=1)
         expected = _log_probabilities(local, text)
-        for (width, side), arm in zip(sides.items(), arms[1:], strict=True):
+        rest = iter(arms[1:])
+        for width, side in sides.items():
             if width == "float32" and side.tokens != here.tokens:
                 raise SwarmError(f"decoded {side.tokens}, expected the local model's {here.tokens}")
             found = _log_probabilities(side.model, text)
-            report.figures.append(
-                Measured(
-                    width=width,
-                    ms_per_token=arm.median_s * 1e3,
-                    over_local=arm.median_s / arms[0].median_s,
-                    cpu_over_local=arm.cpu_ratio(arms[0]),
-                    prompt_over_local=statistics.median(side.prompt_s[1:]) / statistics.median(here.prompt_s[1:]),
-                    divergence=float((expected.exp() * (expected - found)).sum(-1).mean()),
-                    is_equal=side.tokens == here.tokens,
-                )
-            )
+            divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
+            figures = _measured(width, next(rest), side.prompt_s, arms[0], here.prompt_s)
+            report.figures.append(replace(figures, divergence=divergence, is_equal=side.tokens == here.tokens))
+        for file, other in others.items():
+            name = f"llama.cpp, {file.stem}"
+            report.figures.append(_measured(name, next(rest), other.prompt_s, arms[0], here.prompt_s))
     report.notes.append(f"prefix {prefix_tokens} tokens, {new_tokens} new ones; one thread a side")
     return report
+
+
+def _measured(name: str, arm: Arm, prompt_s: list[float], base: Arm, base_prompt_s: list[float]) -> Measured:
+    return Measured(
+        width=name,
+        ms_per_token=arm.median_s * 1e3,
+        over_local=arm.median_s / base.median_s,
+        cpu_over_local=arm.cpu_ratio(base),
+        prompt_over_local=statistics.median(prompt_s[1:]) / statistics.median(base_prompt_s[1:]),
+        divergence=None,
+        is_equal=None,
+    )
 
 
 def _options(width: str) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""llama.cpp in a process of its own, as a yardstick: one thread, by the wheel ``xllamacpp``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from swarm_plugins.child import Child, answer, jobs
+from swarm_plugins.errors import ConfigError, MissingExtraError
+
+_ANSWER_S = 600.0
+_ROOM = 64
+"""Tokens of context besides those that are asked for."""
+
+
+class Open(msgspec.Struct, tag=True):
+    """Asks the child to load a file; it answers when that is done."""
+
+    file: str
+    num_tokens: int
+
+
+class Decode(msgspec.Struct, tag=True):
+    """Asks the child to decode greedily after a prompt."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+class Decoded(msgspec.Struct):
+    """What llama.cpp says that it took, without sampling's set-up and words."""
+
+    seconds_per_token: float
+    prompt_s: float
+
+
+Message: Any = Open | Decode
+
+
+class LlamaCpp:
+    """Decodes with a GGUF file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._child = Child(__name__, f"llama.cpp with {file.name}")
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.process.pid
+
+    def __enter__(self) -> Self:
+        self._child.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._child.__exit__(kind, error, at)
+
+    def open(self, num_tokens: int) -> None:
+        """Loads the file for a context of so many tokens."""
+        self._child.send(Open(file=str(self.file.resolve()), num_tokens=num_tokens))
+        self._child.receive(Decoded, timeout_s=_ANSWER_S)
+
+    def decode(self, prompt: Sequence[int], new_tokens: int) -> Decoded:
+        """Decodes after a prompt, which is not kept from the call before."""
+        self._child.send(Decode(prompt=list(prompt), new_tokens=new_tokens))
+        return self._child.receive(Decoded, timeout_s=_ANSWER_S)
+
+
+def check_llama_cpp(files: Sequence[Path]) -> None:
+    """Checks before anything is measured that llama.cpp can run files.
+
+    Raises:
+        MissingExtraError: If the wheel is not installed.
+        ConfigError: If there is no such file.
+    """
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"there is no file {file}: give a GGUF file of the same model")
+    if files and importlib.util.find_spec("xllamacpp") is None:
+        raise MissingExtraError(
+            "llama.cpp is run by the package xllamacpp, which is not installed: pip install xllamacpp"
+        )
+
+
+def main() -> None:
+    """The child."""
+    server: Any = None
+    for message in jobs(Message):
+        if isinstance(message, Open):
+            server = _server(message)
+            answer(Decoded(seconds_per_token=0.0, prompt_s=0.0))
+            continue
+        request = {
+            "prompt": message.prompt,
+            "n_predict": message.new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
+        times = server.handle_completions(request)["timings"]
+        answer(Decoded(seconds_per_token=times["predicted_per_token_ms"] / 1e3, prompt_s=times["prompt_ms"] / 1e3))
+
+
+def _server(asked: Open) -> Any:
+    import xllamacpp
+
+    # It writes pages of what it finds to standard output and error, the first of which is the parent's.
+    parent = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    params = xllamacpp.CommonParams()
+    params.model.path = asked.file
+    params.n_ctx, params.n_parallel, params.warmup = asked.num_tokens + _ROOM, 1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+    os.dup2(parent, 1)
+    return server
