@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from recipes.benchmarks.figures import Report
 
 PROGRAM = "python -m recipes.benchmarks"
-_COLUMNS = 140
+_COLUMNS = 150
 
 ModelFolder = Annotated[
     Path, typer.Option(help="Directory of the model: config.json and safetensors files.", exists=True, file_okay=False)

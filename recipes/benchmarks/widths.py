@@ -22,6 +22,7 @@ from recipes.benchmarks.arms import decode, frozen, local_model, prompt_tokens
 from recipes.benchmarks.figures import Report, goal_cells, new_table
 from recipes.benchmarks.llama_cpp import LlamaCpp, check_llama_cpp
 from recipes.benchmarks.measure import Arm, take_turns
+from recipes.benchmarks.train import batch_of_texts, prompt_gradient, timed_run
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.errors import ConfigError, SwarmError
@@ -29,6 +30,8 @@ from swarm_plugins.local_swarm import LocalSwarm
 
 GOALS = {"float32": 0.70, "bfloat16": 0.45, "int8": 0.40, "int4": 0.40}
 """Most milliseconds of a token over transformers' in float32, by width."""
+_BATCH = 8
+"""Rows of a training step."""
 _STEPS = 32
 """Tokens whose logits are compared."""
 
@@ -43,6 +46,8 @@ class Measured:
     cpu_over_local: float | None
     prompt_over_local: float
     """Time of the first token, which includes the prompt."""
+    training_over_local: float | None
+    """Time of a forward and backward of a soft prompt, 8 x 64 tokens. None: not looked at."""
     divergence: float | None
     """Mean KL divergence of the next token's distribution from the local model's, in nats. None: not looked at."""
     is_equal: bool | None
@@ -66,11 +71,12 @@ class WidthsReport(Report):
             "",
             "CPU over local",
             "prompt over local",
+            "training over local",
             "KL",
             "tokens",
         )
         table = new_table(f"{self.command}: {self.model}", headings, names=("width", "", "tokens"))
-        table.add_row("transformers, float32", f"{self.local_ms:.1f}", "1.00", "", "", "1.00", "1.00", "", "")
+        table.add_row("transformers, float32", f"{self.local_ms:.1f}", "1.00", "", "", "1.00", "1.00", "1.00", "", "")
         for one in self.figures:
             goal = GOALS.get(one.width)
             reached = None if goal is None else one.over_local <= goal
@@ -81,6 +87,7 @@ class WidthsReport(Report):
                 *goal_cells(None if goal is None else f"{goal:.2f}", reached, is_upper_bound=True),
                 "" if one.cpu_over_local is None else f"{one.cpu_over_local:.2f}",
                 f"{one.prompt_over_local:.2f}",
+                "" if one.training_over_local is None else f"{one.training_over_local:.2f}",
                 "" if one.divergence is None else f"{one.divergence:.1e}",
                 {True: "equal", False: "differ", None: ""}[one.is_equal],
             )
@@ -163,19 +170,28 @@ def bench_widths(
         report = WidthsReport(
             command="benchmark widths", model=directory.resolve().name, local_ms=arms[0].median_s * 1e3
         )
+        tokens = batch_of_texts(directory, _BATCH, local.config.vocab_size)
+        models = (local, *(side.model for side in sides.values()))
+        steps = [
+            Arm(timed_run(prompt_gradient(model, tokens)), arm.pids) for model, arm in zip(models, arms, strict=False)
+        ]
+        take_turns("training", steps, rounds=rounds, progress=progress)
         text = torch.cat([prompt, torch.tensor([here.tokens])], dim=1)
         expected = _log_probabilities(local, text)
-        rest = iter(arms[1:])
-        for width, side in sides.items():
+        for (width, side), arm, step in zip(sides.items(), arms[1:], steps[1:], strict=False):
             if width == "float32" and side.tokens != here.tokens:
                 raise SwarmError(f"decoded {side.tokens}, expected the local model's {here.tokens}")
             found = _log_probabilities(side.model, text)
-            divergence = float((expected.exp() * (expected - found)).sum(-1).mean())
-            figures = _measured(width, next(rest), side.prompt_s, arms[0], here.prompt_s)
-            report.figures.append(replace(figures, divergence=divergence, is_equal=side.tokens == here.tokens))
-        for file, other in others.items():
-            name = f"llama.cpp, {file.stem}"
-            report.figures.append(_measured(name, next(rest), other.prompt_s, arms[0], here.prompt_s))
+            report.figures.append(
+                replace(
+                    _measured(width, arm, side.prompt_s, arms[0], here.prompt_s),
+                    training_over_local=step.median_s / steps[0].median_s,
+                    divergence=float((expected.exp() * (expected - found)).sum(-1).mean()),
+                    is_equal=side.tokens == here.tokens,
+                )
+            )
+        for (file, other), arm in zip(others.items(), arms[1 + len(sides) :], strict=True):
+            report.figures.append(_measured(f"llama.cpp, {file.stem}", arm, other.prompt_s, arms[0], here.prompt_s))
     report.notes.append(f"prefix {prefix_tokens} tokens, {new_tokens} new ones; one thread a side")
     return report
 
@@ -187,6 +203,7 @@ def _measured(name: str, arm: Arm, prompt_s: list[float], base: Arm, base_prompt
         over_local=arm.median_s / base.median_s,
         cpu_over_local=arm.cpu_ratio(base),
         prompt_over_local=statistics.median(prompt_s[1:]) / statistics.median(base_prompt_s[1:]),
+        training_over_local=None,
         divergence=None,
         is_equal=None,
     )

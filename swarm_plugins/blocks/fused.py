@@ -28,9 +28,9 @@ from swarm_plugins.blocks.attending import SDPA, attend
 from swarm_plugins.blocks.calls import BlockList, CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
-from swarm_plugins.weights.kernels.plain import are_for_halves, product_in_halves
+from swarm_plugins.weights.kernels.plain import are_few, product_of_few
 from swarm_plugins.weights.linears import PackedLinear
-from swarm_plugins.weights.plain_linears import HalvesLinear, has_plain_weight
+from swarm_plugins.weights.plain_linears import FewRowsLinear, has_plain_weight
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class FusedBlock:
         self._projections = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj], _FEW_ROWS)
         self._output = PlainLinear(attention.o_proj)
         self._num_heads = [one.out_features // self._head_width for one in self._projections.parts]
-        is_halved = isinstance(attention.o_proj, HalvesLinear)
-        self._product: Product = product_of_one_to_three if is_halved else plain_product
+        has_few = isinstance(attention.o_proj, FewRowsLinear)
+        self._product: Product = product_of_very_few if has_few else plain_product
         self._mlp = mlp
         is_dense = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
         self._gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj], 1) if is_dense else None
@@ -119,7 +119,7 @@ class FusedBlock:
         name = SDPA if call is None else call.attention
         shape = hidden_states.shape
         rows = hidden_states.reshape(-1, shape[-1])  # [B * S, D]
-        product = product_of_few if name == PACKED and _is_few(rows) else self._product
+        product = onednn_product if name == PACKED and _is_few(rows) else self._product
         query, key, value = self._heads(self._norms[0](rows), shape, position_embeddings, product)
         attention = self._attention
         if past_key_values is not None:
@@ -267,7 +267,7 @@ class JoinedLinear:
         # The gradient of the input would be one sum instead of several, and round otherwise.
         if self._weight is None or torch.is_grad_enabled():
             return None
-        if product is not product_of_few and rows.shape[0] > self._most_rows:
+        if product is not onednn_product and rows.shape[0] > self._most_rows:
             return None
         return None if self._is_patched() else product(rows, self._weight, self._bias)
 
@@ -357,14 +357,14 @@ def plain_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
 
 
-def product_of_one_to_three(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the same, in two halves if there are so few rows."""
-    if are_for_halves(rows, weight.t()):
-        return product_in_halves(rows, weight.t(), bias)
+def product_of_very_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the same, in another way if there are so few rows."""
+    if are_few(rows, weight.t()):
+        return product_of_few(rows, weight.t(), bias)
     return plain_product(rows, weight, bias)
 
 
-def product_of_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def onednn_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the same, by oneDNN."""
     # torch leaves float32 to BLAS, which takes 1.5 to 2.7 times as long for 8 rows as for one.
     result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.t(), bias, "none", [], "")

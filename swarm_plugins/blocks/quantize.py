@@ -11,10 +11,10 @@ from torch import nn
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.moe.table import IN_HALVES
+from swarm_plugins.moe.table import FEW_APART
 from swarm_plugins.weights.experts import quantize_experts
 from swarm_plugins.weights.linears import arranged, is_large_enough, packed
-from swarm_plugins.weights.names import HALVES, HOSTED_WIDTHS, QUANTIZATIONS
+from swarm_plugins.weights.names import GEMV, HALVES, HOSTED_WIDTHS, QUANTIZATIONS
 
 
 def check_quantization(kind: str) -> None:
@@ -38,8 +38,8 @@ def arrange_block(block: nn.Module, kernel: str) -> None:
     for parent, name, child in _frozen(block):
         if type(child) is nn.Linear:
             setattr(parent, name, arranged(child, kernel))
-        elif kernel == HALVES:
-            setattr(child, IN_HALVES, True)
+        elif kernel in (HALVES, GEMV):
+            setattr(child, FEW_APART, True)
 
 
 def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

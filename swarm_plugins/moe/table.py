@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from swarm_plugins.moe.activation import Activation
 from swarm_plugins.moe.dispatch import activate, combine, out_of_autocast
 from swarm_plugins.moe.routing import Chunk, Routing
-from swarm_plugins.weights.kernels.plain import are_for_halves, product_in_halves
+from swarm_plugins.weights.kernels.plain import are_few, product_of_few
 
-IN_HALVES = "products_in_halves"
+FEW_APART = "few_rows_apart"
 """Attribute of experts that multiply few rows so."""
 _CHUNK_ROWS = 256
 """At usual widths the activations of these rows stay in a core's cache, and products take longer than their calls."""
@@ -88,9 +88,9 @@ class _Job(NamedTuple):
     product_dtype: torch.dtype
 
     @property
-    def is_in_halves(self) -> bool:
-        """Whether products of few rows are formed in two halves; see `HalvesKernel`."""
-        return getattr(self.module, IN_HALVES, False) and not self.module.is_transposed
+    def has_few_apart(self) -> bool:
+        """Whether products of few rows are formed in another way; see `FewRowsKernel`."""
+        return getattr(self.module, FEW_APART, False) and not self.module.is_transposed
 
     def columns(self, weight: Tensor) -> Tensor:
         """Returns a view of a weight, or of its gradient, as ``[E, in, out]``."""
@@ -135,24 +135,24 @@ def _run(
     for chunk in routing.chunks(_CHUNK_ROWS):
         rows = hidden.index_select(0, routing.tokens[chunk.rows]).to(dtype)
         up = rows.new_empty(rows.shape[0], up_columns.shape[2]) if kept is None else kept[chunk.rows]
-        _multiply(chunk, rows, up_columns, weights.up_bias, up, job.is_in_halves)
+        _multiply(chunk, rows, up_columns, weights.up_bias, up, job.has_few_apart)
         place = results[chunk.rows]
         down = place if wide == dtype else rows.new_empty(place.shape)
-        _multiply(chunk, activate(job.module, up), down_columns, weights.down_bias, down, job.is_in_halves)
+        _multiply(chunk, activate(job.module, up), down_columns, weights.down_bias, down, job.has_few_apart)
         if sorted_scales is not None:
             torch.mul(down, sorted_scales[chunk.rows], out=place)
     return results if sorted_scales is None else routing.sum_tokens(results).to(job.dtype), kept
 
 
 def _multiply(
-    chunk: Chunk, rows: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor, is_in_halves: bool = False
+    chunk: Chunk, rows: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor, has_few_apart: bool = False
 ) -> None:
     """Multiplies each expert's rows, ``[n, in]``, by its weight; columns are ``[E, in, out]``."""
     is_same = columns.dtype == rows.dtype
     for expert, span in chunk.parts:
         weight = columns[expert] if is_same else columns[expert].to(rows.dtype)
-        if is_in_halves and are_for_halves(rows[span], weight.t()):
-            out[span] = product_in_halves(rows[span], weight.t(), None)
+        if has_few_apart and are_few(rows[span], weight.t()):
+            out[span] = product_of_few(rows[span], weight.t(), None)
         else:
             torch.mm(rows[span], weight, out=out[span])
         if bias is not None:  # apart, for the bits of transformers' grouped implementation

@@ -60,8 +60,9 @@ class ServeConfig(NodeConfig):
     """How the weights are kept: ``none``, ``int8``, ``int4`` or ``nf4``."""
 
     kernel: str | None = None
-    """How a CPU forms products: ``plain``, ``halves`` or ``onednn`` in float32, ``plain``, ``fp16`` or ``onednn`` in 16
-    bits, ``int_mm`` or ``fbgemm`` in int8. None: what is fastest here. Name one to repeat another server's numbers."""
+    """How a CPU forms products: ``plain``, ``halves`` or ``onednn`` in float32, ``plain``, ``gemv`` (bfloat16),
+    ``fp16`` or ``onednn`` in 16 bits, ``int_mm`` or ``fbgemm`` in int8. None: what is fastest here. Name one to repeat
+    another server's numbers."""
 
     offload: OffloadConfig | None = None
     """Keep experts on disk, and as many in memory as fit these budgets. None: all weights are loaded."""

@@ -18,9 +18,9 @@ from swarm_plugins.weights.kernels.int8 import HAS_DOT_PRODUCTS, Int8Kernel
 from swarm_plugins.weights.kernels.int8_fbgemm import Int8FbgemmKernel
 from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
 from swarm_plugins.weights.kernels.onednn import OneDnnKernel, has_onednn
-from swarm_plugins.weights.kernels.plain import HalvesKernel, PlainKernel
+from swarm_plugins.weights.kernels.plain import FewRowsKernel, PlainKernel, has_own_bfloat16
 from swarm_plugins.weights.kernels.widening import WideningKernel
-from swarm_plugins.weights.names import FBGEMM, FP16, HALVES, INT_MM, ONEDNN, PLAIN
+from swarm_plugins.weights.names import FBGEMM, FP16, GEMV, HALVES, INT_MM, ONEDNN, PLAIN
 from swarm_plugins.weights.stored import QuantizingFormat, StoredFormat
 from swarm_plugins.weights.widths import NF4, Width
 
@@ -57,8 +57,10 @@ def candidates(stored: StoredFormat) -> Mapping[str, Callable[[], Kernel]]:
     if isinstance(stored, PlainFormat):
         found[PLAIN] = lambda: PlainKernel(stored)
         if stored.dtype == torch.float32:
-            found[HALVES] = lambda: HalvesKernel(stored)
-        elif has_fbgemm():
+            found[HALVES] = lambda: FewRowsKernel(stored)
+        if stored.dtype == torch.bfloat16 and has_own_bfloat16():
+            found[GEMV] = lambda: FewRowsKernel(stored)
+        if stored.dtype != torch.float32 and has_fbgemm():
             found[FP16] = lambda: Fp16Kernel(stored)
         if has_onednn(stored.dtype):
             found[ONEDNN] = lambda: OneDnnKernel(stored)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from swarm_plugins.weights.formats.plain import PlainFormat
-from swarm_plugins.weights.names import FP16, HALVES, PLAIN
-from swarm_plugins.weights.plain_linears import CopiedLinear, HalvesLinear
+from swarm_plugins.weights.names import FP16, GEMV, HALVES, PLAIN
+from swarm_plugins.weights.plain_linears import CopiedLinear, FewRowsLinear
 from swarm_plugins.weights.trial import chosen
 
 _MOST_COPIED_BYTES = 256 << 20
@@ -27,12 +27,17 @@ def quicken_head(model: Any) -> None:
     if type(head) is nn.Linear and head.weight.is_cpu:
         name = _fastest(head.weight.shape, head.weight.dtype)
         if name is not None:
-            head.__class__ = {HALVES: HalvesLinear, FP16: CopiedLinear}.get(name, nn.Linear)
+            head.__class__ = {HALVES: FewRowsLinear, GEMV: FewRowsLinear, FP16: CopiedLinear}.get(name, nn.Linear)
 
 
 @lru_cache(maxsize=8)
 def _fastest(shape: torch.Size, dtype: torch.dtype) -> str | None:
-    among = [PLAIN, HALVES]
+    among = [PLAIN, HALVES, GEMV]
     if shape.numel() * dtype.itemsize <= _MOST_COPIED_BYTES:
         among.append(FP16)
-    return chosen([PlainFormat((shape[0], shape[1]), dtype)], f"the head's {dtype}".replace("torch.", ""), among=among)
+    return chosen(
+        [PlainFormat((shape[0], shape[1]), dtype)],
+        f"the head's {dtype}".replace("torch.", ""),
+        among=among,
+        trains=False,
+    )

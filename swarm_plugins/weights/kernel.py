@@ -83,6 +83,11 @@ def multiply(kernel: Kernel, parts: Mapping[str, Any], rows: Tensor) -> Tensor:
     return kernel.product(parts, rows)
 
 
+def gradient(kernel: Kernel, parts: Mapping[str, Any], grad: Tensor) -> Tensor:
+    """Returns the gradient of a product's rows, ``[T, in]``, for that of its result, ``[T, out]``."""
+    return functional.linear(grad, kernel.widen(parts, grad.dtype).T)
+
+
 class _Product(torch.autograd.Function):
     """A product that widens its weight again for the gradient."""
 
@@ -94,4 +99,4 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return functional.linear(grad, ctx.kernel.widen(ctx.parts, grad.dtype).T), None, None
+        return gradient(ctx.kernel, ctx.parts, grad), None, None

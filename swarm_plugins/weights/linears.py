@@ -15,8 +15,8 @@ from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.weights.choice import format_of, kernel_for
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import EncodingKernel, Kernel, multiply
-from swarm_plugins.weights.kernels.plain import HalvesKernel
-from swarm_plugins.weights.plain_linears import HalvesLinear
+from swarm_plugins.weights.kernels.plain import FewRowsKernel
+from swarm_plugins.weights.plain_linears import FewRowsLinear
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
@@ -148,8 +148,8 @@ def arranged(linear: nn.Linear, kernel: str) -> nn.Linear:
     weight = linear.weight.detach()
     stored, parts = PlainFormat((linear.out_features, linear.in_features), weight.dtype), {"codes": weight}
     made = kernel_for(stored, weight.device, kernel)
-    if isinstance(made, HalvesKernel):
-        linear.__class__ = HalvesLinear
+    if isinstance(made, FewRowsKernel):
+        linear.__class__ = FewRowsLinear
     elif made.is_opaque and made.takes(parts):
         return PackedLinear(stored, parts, linear.bias, weight.device, made)
     return linear

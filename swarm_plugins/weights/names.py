@@ -11,7 +11,7 @@ HOSTED_WIDTHS: Mapping[str, Width] = {"int8": 8, "int4": 4, "nf4": NF4}
 QUANTIZATIONS = ("none", *HOSTED_WIDTHS)
 """Known ways of a server to keep plain weights."""
 
-PLAIN, HALVES, ONEDNN, FP16 = "plain", "halves", "onednn", "fp16"
+PLAIN, HALVES, GEMV, ONEDNN, FP16 = "plain", "halves", "gemv", "onednn", "fp16"
 INT_MM, FBGEMM = "int_mm", "fbgemm"
-KERNELS = (PLAIN, HALVES, ONEDNN, FP16, INT_MM, FBGEMM)
+KERNELS = (PLAIN, HALVES, GEMV, ONEDNN, FP16, INT_MM, FBGEMM)
 """Kernels between which CPUs have a choice."""

@@ -11,21 +11,21 @@ from torch.nn import functional
 from swarm_plugins.weights.choice import candidates
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernels.fp16 import Fp16Kernel
-from swarm_plugins.weights.kernels.plain import are_for_halves, product_in_halves
+from swarm_plugins.weights.kernels.plain import are_few, product_of_few
 from swarm_plugins.weights.names import FP16
 
 _MOST_COPIED_ROWS = 16
 """Rows whose product a copied weight forms; a prompt's last token is one."""
 
 
-class HalvesLinear(nn.Linear):
-    """Multiplies a few rows in two halves; see `HalvesKernel`."""
+class FewRowsLinear(nn.Linear):
+    """Multiplies a few rows in another way; see `FewRowsKernel`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
         rows = input.reshape(-1, self.in_features)
-        if are_for_halves(rows, self.weight) and self.weight.is_cpu:
-            return product_in_halves(rows, self.weight, self.bias).reshape(*input.shape[:-1], self.out_features)
+        if are_few(rows, self.weight) and self.weight.is_cpu:
+            return product_of_few(rows, self.weight, self.bias).reshape(*input.shape[:-1], self.out_features)
         return functional.linear(input, self.weight, self.bias)
 
 
@@ -65,4 +65,4 @@ class CopiedLinear(nn.Linear):
 
 def has_plain_weight(layer: object) -> bool:
     """Returns whether a layer is torch's linear layer in all but its products of few rows."""
-    return type(layer) in (nn.Linear, HalvesLinear, CopiedLinear)
+    return type(layer) in (nn.Linear, FewRowsLinear, CopiedLinear)

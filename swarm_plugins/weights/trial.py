@@ -18,7 +18,7 @@ from torch.nn import functional
 from swarm_plugins.errors import one_line
 from swarm_plugins.weights.choice import candidates
 from swarm_plugins.weights.formats.plain import PlainFormat
-from swarm_plugins.weights.kernel import Kernel
+from swarm_plugins.weights.kernel import Kernel, gradient
 from swarm_plugins.weights.stored import QuantizingFormat
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ LEAST_WEIGHTS = 1 << 22
 """Models with fewer weights than this lie in the processor's caches, and use the first candidate."""
 _MANY_SHARE = 1 / 32
 """Weight of the product of many rows: that of requests with two tokens of prompt for each token of the answer."""
+_BACKWARD_SHARE = 1 / 64
+"""Weight of the gradient of many rows: one token is trained on for each token of an answer."""
 _BUDGET_S = 0.75
 """Of one type; a shape that has begun is finished."""
 _MOST_ROUNDS, _LEAST_ROUNDS = 7, 2
@@ -53,23 +55,28 @@ class Trial:
     """Seconds of the product of one row."""
     many_s: float
     """Seconds of the product of 64 rows."""
+    backward_s: float
+    """Seconds of the gradient of 64 rows."""
 
-    @property
-    def score(self) -> float:
-        """Seconds to compare by."""
-        return self.few_s + _MANY_SHARE * self.many_s
+    def score(self, *, trains: bool = True) -> float:
+        """Returns seconds to compare by."""
+        forward_s = self.few_s + _MANY_SHARE * self.many_s
+        return forward_s + _BACKWARD_SHARE * self.backward_s if trains else forward_s
 
     def __str__(self) -> str:
-        return f"{self.name} {self.few_s * 1e3:.3f}/{self.many_s * 1e3:.2f} ms"
+        return f"{self.name} {self.few_s * 1e3:.3f}/{self.many_s * 1e3:.2f}/{self.backward_s * 1e3:.2f} ms"
 
 
-def chosen(formats: Sequence[QuantizingFormat], what: str, *, among: Collection[str] | None = None) -> str | None:
+def chosen(
+    formats: Sequence[QuantizingFormat], what: str, *, among: Collection[str] | None = None, trains: bool = True
+) -> str | None:
     """Returns the name of the fastest kernel for weights of one type on this machine's CPU, and logs why.
 
     Args:
         formats: Of the weights, one for each.
         what: What the type is called, for the log.
         among: Names of the kernels that come into question. None: all.
+        trains: Whether the kernel forms gradients, too.
 
     Returns:
         The name; None if there is no choice, or too few weights for one to matter.
@@ -82,8 +89,15 @@ def chosen(formats: Sequence[QuantizingFormat], what: str, *, among: Collection[
     trials = try_out(tried, among=among)
     if not trials:
         return None
-    best = min(trials, key=lambda one: one.score)
-    log.info("kernel of %s weights: %s; %d/%d rows took %s", what, best.name, FEW, MANY, ", ".join(map(str, trials)))
+    best = min(trials, key=lambda one: one.score(trains=trains))
+    log.info(
+        "kernel of %s weights: %s; %d/%d rows, and their gradient, took %s",
+        what,
+        best.name,
+        FEW,
+        MANY,
+        ", ".join(map(str, trials)),
+    )
     return best.name
 
 
@@ -107,6 +121,13 @@ class Stopwatch:
         prepared[0].product(prepared[1], rows)
         return time.perf_counter() - start
 
+    def backward_seconds(self, prepared: Prepared, grad: Tensor) -> float:
+        """Times the gradient of rows."""
+        self._other.sum()
+        start = time.perf_counter()
+        gradient(*prepared, grad)
+        return time.perf_counter() - start
+
 
 @torch.no_grad()
 def try_out(
@@ -116,7 +137,7 @@ def try_out(
 
     A candidate that fails its self-test is left out.
     """
-    times: dict[str, list[tuple[float, float]]] = {}
+    times: dict[str, list[list[float]]] = {}
     dropped: set[str] = set()
     stopwatch = Stopwatch()
     for stored in formats:
@@ -124,19 +145,21 @@ def try_out(
         prepared = _prepared(stored, dropped, among)
         small = _prepared(format_with(stored, (SMALL_ROWS, stored.shape[1])), dropped, among)
         rows = [torch.randn(count, stored.shape[1]).to(_row_type(stored)) for count in (FEW, MANY)]
-        taken: dict[str, list[list[float]]] = {name: [[], []] for name in prepared}
+        grad = torch.randn(MANY, stored.shape[0]).to(_row_type(stored))
+        taken: dict[str, list[list[float]]] = {name: [[], [], []] for name in prepared}
         for done in range(_MOST_ROUNDS):
             if done >= _LEAST_ROUNDS and time.perf_counter() - start > budget_s / len(formats):
                 break
             for name in small.keys() & prepared.keys():
-                for some, seconds in zip(rows, taken[name], strict=True):
+                for some, seconds in zip(rows, taken[name], strict=False):
                     seconds.append(stopwatch.seconds(prepared[name], small[name], some))
-        for name, (few, many) in taken.items():
+                taken[name][-1].append(stopwatch.backward_seconds(prepared[name], grad))
+        for name, found in taken.items():
             if name not in dropped:
                 # Other processes only ever add to a time.
-                times.setdefault(name, []).append((min(few), min(many)))
+                times.setdefault(name, []).append([min(seconds) for seconds in found])
     return [
-        Trial(name, sum(few for few, _ in found), sum(many for _, many in found))
+        Trial(name, *(sum(seconds) for seconds in zip(*found, strict=True)))
         for name, found in times.items()
         if name not in dropped
     ]

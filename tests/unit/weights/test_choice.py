@@ -19,10 +19,10 @@ from swarm_plugins.weights.formats.nf4 import Nf4Format
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import multiply
 from swarm_plugins.weights.kernels.fp16 import Fp16Kernel
-from swarm_plugins.weights.kernels.plain import PlainKernel
+from swarm_plugins.weights.kernels.plain import PlainKernel, has_own_bfloat16, product_of_few
 from swarm_plugins.weights.linears import PackedLinear, arranged, packed, wide_weight
-from swarm_plugins.weights.names import HALVES, PLAIN
-from swarm_plugins.weights.plain_linears import CopiedLinear, HalvesLinear, has_plain_weight
+from swarm_plugins.weights.names import GEMV, HALVES, PLAIN
+from swarm_plugins.weights.plain_linears import CopiedLinear, FewRowsLinear, has_plain_weight
 from swarm_plugins.weights.stored import QuantizingFormat
 from swarm_plugins.weights.trial import Trial, check, chosen, most_error, try_out
 
@@ -136,7 +136,7 @@ def test_a_weight_beyond_the_range_of_float16_stays_as_it_is() -> None:
 
 
 def test_an_arranged_layer_keeps_its_type_and_its_processor() -> None:
-    names = [name for name in candidates(PlainFormat((64, 96), torch.bfloat16)) if name != PLAIN]
+    names = [name for name in candidates(PlainFormat((64, 96), torch.bfloat16)) if name not in (PLAIN, GEMV)]
     for name in names:
         layer = arranged(nn.Linear(96, 64, dtype=torch.bfloat16).requires_grad_(False), name)
         assert isinstance(layer, PackedLinear)
@@ -145,6 +145,23 @@ def test_an_arranged_layer_keeps_its_type_and_its_processor() -> None:
         assert layer(torch.ones(1, 96)).dtype == torch.float32
         with pytest.raises(UnsupportedError, match="arranged for this CPU"):
             layer.to("meta")
+
+
+@pytest.mark.skipif(not has_own_bfloat16(), reason="torch has one product of bfloat16")
+def test_a_row_of_bfloat16_leaves_onednn_to_others() -> None:
+    weight, row = torch.randn(64, 96).bfloat16(), torch.randn(1, 96).bfloat16()
+    with torch.no_grad():
+        found = product_of_few(row, weight, None)
+    assert relative(found.float(), row.float() @ weight.float().T) < 2**-8
+    assert torch._C._get_mkldnn_enabled()
+    with pytest.raises(RuntimeError):
+        product_of_few(row[:, 1:], weight, None)
+    assert torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert not has_own_bfloat16()
+    finally:
+        torch._C._set_mkldnn_enabled(True)
 
 
 def test_a_named_kernel_is_taken_and_an_unknown_one_named() -> None:
@@ -185,12 +202,16 @@ def test_a_kernel_that_fails_is_dropped_and_named_once(
 def test_the_best_of_both_products_is_chosen_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trials = [Trial("plain", 0.004, 0.016), Trial("halves", 0.002, 0.032), Trial("onednn", 0.003, 0.064)]
+    trials = [Trial("plain", 0.004, 0.016, 0.1), Trial("halves", 0.002, 0.032, 0.1), Trial("onednn", 0.001, 0.032, 0.3)]
     monkeypatch.setattr(trial, "try_out", lambda formats, among: trials)
     large = [PlainFormat((2048, 2048), torch.float32)]
     with caplog.at_level(logging.INFO):
         assert chosen(large, "float32") == HALVES
-    assert "kernel of float32 weights: halves; 1/64 rows took plain 4.000/16.00 ms, halves" in caplog.text
+        assert chosen(large, "head", trains=False) == "onednn"
+    assert (
+        "kernel of float32 weights: halves; 1/64 rows, and their gradient, took plain 4.000/16.00/100.00 ms, halves"
+        in caplog.text
+    )
     assert chosen([PlainFormat((64, 64), torch.float32)], "float32") is None
     assert chosen([Nf4Format((2048, 2048))], "nf4") is None
     assert chosen([], "float32") is None
@@ -216,7 +237,7 @@ def test_a_head_in_halves_trains_and_stays_tied(monkeypatch: pytest.MonkeyPatch)
     hidden = torch.randn(1, 1, 16)
     expected = model.lm_head(hidden)
     heads.quicken_head(model)
-    assert type(model.lm_head) is HalvesLinear
+    assert type(model.lm_head) is FewRowsLinear
     assert model.lm_head.weight is model.get_input_embeddings().weight
     with torch.no_grad():
         torch.testing.assert_close(model.lm_head(hidden), expected)
