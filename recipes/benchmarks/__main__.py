@@ -119,6 +119,32 @@ def train(model: ModelFolder, servers: Servers = 1, rounds: Rounds = 7, json: Js
 
 
 @app.command()
+def device(
+    device: Annotated[str, typer.Option(help="cuda, cuda:INDEX, or cpu to try the benchmark itself.")] = "cuda",
+    width: Annotated[list[str] | None, typer.Option(help="none, int8, int4 or nf4; repeatable.")] = None,
+    small: Annotated[bool, typer.Option(help="Take models of a few thousand weights.")] = False,
+    new_tokens: NewTokens = 64,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Measure a server on a GPU, and experts offloaded from one, against transformers on the same GPU."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.device import bench_device
+
+        return bench_device(
+            device,
+            widths=width or ["none", "int8", "nf4"],
+            is_small=small,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
+
+    measure("device", run, json)
+
+
+@app.command()
 def sessions(
     model: ModelFolder,
     sessions: Annotated[

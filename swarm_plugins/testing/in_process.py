@@ -34,6 +34,8 @@ class InProcessSwarm:
         directory: The model.
         spans: ``(start, end)`` of each server. None: two servers, half of the blocks each.
         dtype: Compute dtype of the servers. None: the checkpoint's.
+        device: Where the servers compute.
+        quantization: How they keep weights, as for `swarm serve`.
         config: How the client behaves.
         offload: Budgets of experts that each server leaves on disk. None: they are loaded.
     """
@@ -44,12 +46,16 @@ class InProcessSwarm:
         *,
         spans: Sequence[tuple[int, int]] | None = None,
         dtype: torch.dtype | None = None,
+        device: str = "cpu",
+        quantization: str = "none",
         config: SwarmConfig | None = None,
         offload: OffloadConfig | None = None,
     ) -> None:
         self.directory = directory
         self.spans = spans
         self.dtype = dtype
+        self.device = device
+        self.quantization = quantization
         self.offload = offload
         # By default the same bits each time, whatever servers took before.
         self.config = config or SwarmConfig(micro_batches=1)
@@ -97,7 +103,15 @@ class InProcessSwarm:
 
     def _serve(self, peer: str, directory: str | Path, blocks: range, identity: Identity | None) -> None:
         checkpoint = Checkpoint.open(directory)
-        span = self.prepare(peer, load_span(checkpoint, blocks, dtype=self.dtype, offload=self.offload))
+        span = load_span(
+            checkpoint,
+            blocks,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self.quantization,
+            offload=self.offload,
+        )
+        span = self.prepare(peer, span)
         service = self._service(peer, checkpoint, HostedSpans(span))
         service.identity = identity
         self.services[peer] = service
@@ -114,6 +128,8 @@ class InProcessSwarm:
             mobility="loads-first",
             pushes=True,
         )
+        if self.quantization != "none":
+            service.describe(quantization=self.quantization)
         return service
 
     @property
