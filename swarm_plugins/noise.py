@@ -78,6 +78,14 @@ def without_peft_deprecation() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_tied_remark() -> Iterator[None]:
+    """Suppresses PEFT's warnings about merging into tied embeddings, which `merging` unties; and the deprecation."""
+    with without_peft_deprecation():
+        warnings.filterwarnings("ignore", message="Model (?:has|with) `tie_word_embeddings=True`", category=UserWarning)
+        yield
+
+
+@contextlib.contextmanager
 def without_cli_remark() -> Iterator[None]:
     """Suppresses LightningCLI's warning about ``args=``: typer has read the command line and passes on the rest."""
     with warnings.catch_warnings():

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from swarm_plugins.backbone.version import base_version
-from swarm_plugins.callbacks.adapter_settings import check_settings
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
+from swarm_plugins.hub.adapter_settings import check_settings
 from swarm_plugins.model_names import check_adapter_name
 from swarm_plugins.noise import without_peft_deprecation
 

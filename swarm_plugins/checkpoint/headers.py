@@ -44,6 +44,11 @@ _DTYPES = {
 }
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns what headers call a type that they know."""
+    return next(name for name, one in _DTYPES.items() if one == dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Type and place of a tensor."""

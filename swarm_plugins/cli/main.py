@@ -15,6 +15,7 @@ from swarm_plugins.cli.demo import demo, demo_model
 from swarm_plugins.cli.eval import evaluate
 from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub, push
+from swarm_plugins.cli.merge import merge
 from swarm_plugins.cli.plan import plan, quantize
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import drain, identity, status
@@ -42,7 +43,7 @@ def _options(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Serve and join": (serve, drain, identity),
     "Use": (chat, api),
-    "Train and publish": (fit, evaluate, push, hub),
+    "Train and publish": (fit, evaluate, merge, push, hub),
     "Offload experts": (plan, run, quantize),
     "Inspect": (status, top, audit),
     "Try": (demo, demo_model),

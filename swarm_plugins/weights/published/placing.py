@@ -72,26 +72,25 @@ class Placing:
             setattr(module, name, packed.to(device))
             run_packed(module)
 
+    def weights(self) -> list[PackedWeight]:
+        """Returns all packed weights."""
+        stacks = [weight for stack in self.experts.values() for group in stack for weight in group]
+        return [*self.linears.values(), *stacks, *self.others.values()]
+
     def widened(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns all packed weights as plain tensors, by the names that they would have in the checkpoint.
 
         Raises:
             CheckpointError: If scales are zero, NaN or infinite, or indices out of range.
         """
-        stacks = [weight for stack in self.experts.values() for group in stack for weight in group]
-        return {**self._widened((*self.linears.values(), *stacks), dtype), **self.widened_others(dtype)}
+        return self._widened(self.weights(), dtype)
 
     def widened_others(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns the weights of modules that take plain ones only."""
         return self._widened(self.others.values(), dtype)
 
     def _widened(self, weights: Iterable[PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
-        found = {}
-        for weight in weights:
-            wide = [weight.format.widen(parts, dtype) for parts in self.published.read([weight])]
-            # Stacked weights lie as the module has them: [in, out].
-            found[weight.name] = wide[0] if weight.num_experts is None else torch.stack([one.T for one in wide])
-        return found
+        return {weight.name: self.published.widened(weight, dtype) for weight in weights}
 
     def _packed_experts(self, stack: Stack, *, is_transposed: bool) -> PackedExperts:
         columns = [self.published.read(group) for group in stack]

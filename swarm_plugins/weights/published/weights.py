@@ -34,6 +34,12 @@ class PackedWeight:
     num_experts: int | None
     """How many of them each tensor stacks. None: it is one weight."""
 
+    @property
+    def wide_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that `Published.widened` returns."""
+        rows, columns = self.format.shape
+        return (rows, columns) if self.num_experts is None else (self.num_experts, columns, rows)
+
 
 class Published:
     """Finds packed weights among the tensors of a checkpoint.
@@ -156,6 +162,12 @@ class Published:
             except ValueError as exc:
                 raise self._wrong(weight.name, exc) from exc
         return found
+
+    def widened(self, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """Reads a weight and returns it as a checkpoint that is not packed has it; raises what `read` does."""
+        wide = [weight.format.widen(parts, dtype) for parts in self.read([weight])]
+        # Stacked weights lie as the module has them: [in, out].
+        return wide[0] if weight.num_experts is None else torch.stack([one.T for one in wide])
 
     def _needed(self, weight: PackedWeight) -> list[str]:
         kept = {part.name for part in weight.format.file_parts} | set(_TOLD)

@@ -16,7 +16,7 @@ _REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "promp
 
 # The rest is for adapters that share their base with others.
 _HARMLESS_TYPES = ("LORA", "IA3", "LOHA", "LOKR", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-_HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal")
+HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal")
 """Ways to initialize LoRA that leave the base's weights alone. PiSSA, OLoRA, LoftQ and others change them."""
 _NAMES = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 """Settings that PEFT matches as regular expressions; a hostile expression can run for hours."""
@@ -60,7 +60,7 @@ def _start_fault(config: dict[str, Any]) -> str | None:
     kind, start = config.get("peft_type"), config.get("init_lora_weights")
     if kind not in _HARMLESS_TYPES:
         return f"has the type {str(kind)[:40]!r}; known: {', '.join(_HARMLESS_TYPES)}"
-    if start not in _HARMLESS_STARTS:
+    if start not in HARMLESS_STARTS:
         return f"sets init_lora_weights={str(start)[:40]!r}, which changes the base: convert it to plain LoRA"
     return None
 

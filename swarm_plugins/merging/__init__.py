@@ -1,0 +1,7 @@
+"""Merges a trained adapter into its base, so that it runs where no adapter of PEFT does: as safetensors or GGUF."""
+
+from __future__ import annotations
+
+from swarm_plugins.merging.merge import merge_adapter
+
+__all__ = ["merge_adapter"]

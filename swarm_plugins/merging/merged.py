@@ -1,0 +1,199 @@
+"""A base with an adapter merged: its tensors, by the checkpoint's names, made one group at a time as they are read.
+
+A group is the tensors that transformers turns into parameters together, such as those of a layer's experts. It is
+turned into parameters, merged, and turned back; only groups that the adapter changes are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.conversions import Conversions
+from swarm_plugins.checkpoint.outline import meta_model
+from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
+from swarm_plugins.hub import AdapterFolder
+from swarm_plugins.merging.adapter import MergingAdapter
+from swarm_plugins.merging.base import PlainBase, Planned
+
+
+@dataclass(frozen=True)
+class _Group:
+    sources: tuple[str, ...]
+    """Names in the checkpoint."""
+    targets: tuple[str, ...]
+    """Names of the parameters made of them."""
+
+
+class MergedModel:
+    """The tensors of a base with an adapter merged.
+
+    Args:
+        checkpoint: The base.
+        adapter: The adapter.
+        dtype: Floating type of the tensors. None: as the base has them.
+
+    Raises:
+        CheckpointError: If the adapter does not fit the base.
+        UnsupportedError: If the adapter cannot be merged, or the base cannot be read in parts.
+    """
+
+    tensors: Mapping[str, Planned]
+    """What can be read, file by file as the base has them."""
+    is_untied: bool
+    """Whether input and output embeddings, which the base shares, differ now."""
+
+    def __init__(self, checkpoint: Checkpoint, adapter: AdapterFolder, dtype: torch.dtype | None = None) -> None:
+        outline = meta_model(checkpoint.config, dtype or _dtype_of(checkpoint))
+        self.checkpoint = checkpoint
+        self.adapter = adapter
+        self._rules = Conversions(outline)
+        self._base = PlainBase(checkpoint, outline, dtype)
+        self._shapes = {name: tuple(one.shape) for name, one in outline.state_dict().items()}
+        self._tied = _tied_weights(outline)
+        self._groups = self._find_groups()
+        self._group_of_target = {target: one for one in self._groups for target in one.targets}
+        self._group_of_source = {source: one for one in self._groups for source in one.sources}
+        self._merging = MergingAdapter(adapter, outline)
+        self._changed_by = {
+            f"{path}.{name}": path for path in self._merging.modules for name in self._merging.parameters(path)
+        }
+        self._check_shapes()
+        self.is_untied, extra = self._untied()
+        self.tensors = _with_extra(self._base.tensors, extra)
+        self._read: tuple[_Group, dict[str, Tensor]] | None = None
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor, merged; reading all tensors of a group one after the other computes it once.
+
+        Raises:
+            CheckpointError: If the base cannot be read, or the result is not finite.
+            UnsupportedError: If the adapter cannot be merged into it.
+        """
+        planned = self.tensors[name]
+        group = self._group_of_source.get(name)
+        if group is None and name not in self._base.tensors:
+            return self._parameter(name, is_merged=name in self._changed_by).to(planned.dtype)
+        if group is None or not self._changed_by.keys() & set(group.targets):
+            return self._base.read([name])[name]
+        if self._read is None or self._read[0] is not group:
+            self._read = None  # before memory for the next one is taken
+            self._read = group, self._merged(group)
+        return self._read[1][name].to(planned.dtype)
+
+    def _merged(self, group: _Group) -> dict[str, Tensor]:
+        parameters = self._converted(group)
+        for path in sorted({self._changed_by[name] for name in group.targets if name in self._changed_by}):
+            merged = self._merge(path, parameters)
+            parameters.update({name: merged[name] for name in group.targets if name in merged})
+        return self._rules.revert(parameters, group.sources)
+
+    def _merge(self, path: str, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the merged parameters of a module, by their names in the model."""
+        names = {name: f"{path}.{name}" for name in self._merging.parameters(path)}
+        weights = {own: known[name] if name in known else self._parameter(name) for own, name in names.items()}
+        return {f"{path}.{own}": one for own, one in self._merging.merge(path, weights).items()}
+
+    def _parameter(self, name: str, *, is_merged: bool = False) -> Tensor:
+        if is_merged:
+            return self._merge(self._changed_by[name], {})[name]
+        group = self._group_of_target.get(name) or self._group_of_target[self._tied[name]]
+        return self._converted(group)[name if name in group.targets else self._tied[name]]
+
+    def _converted(self, group: _Group) -> dict[str, Tensor]:
+        return self._rules.convert(self._base.read(group.sources))
+
+    def _find_groups(self) -> list[_Group]:
+        by_target: defaultdict[str, list[str]] = defaultdict(list)
+        converted = set()
+        for name in self._base.tensors:
+            target, pattern = self._rules.target(name)
+            by_target[target].append(name)
+            if pattern is not None:
+                converted.add(target)
+        groups = []
+        for target, sources in by_target.items():
+            targets: tuple[str, ...] = (target,)
+            if target in converted:
+                targets = tuple(self._try_conversion(target, sources))
+            groups.append(_Group(tuple(sources), targets))
+        return groups
+
+    def _try_conversion(self, target: str, sources: list[str]) -> dict[str, Tensor]:
+        """Returns the parameters made of tensors, without values."""
+        tensors = {
+            name: torch.empty(one.shape, dtype=one.dtype, device="meta")
+            for name, one in self._base.tensors.items()
+            if name in set(sources)
+        }
+        try:
+            made = self._rules.convert(tensors)
+            back = self._rules.revert(made, sources)
+        except Exception as exc:
+            # Any kind, from transformers' operations on tensors that they do not expect.
+            raise UnsupportedError(
+                f"{sources[0]} and others of {self.checkpoint.name}, of which {target} is made, cannot be turned back "
+                f"({one_line(exc)})"
+            ) from exc
+        if any(back[name].shape != one.shape for name, one in tensors.items()):
+            raise UnsupportedError(f"{target} cannot be turned back into tensors like {sources[0]}, as the base has")
+        return made
+
+    def _check_shapes(self) -> None:
+        for name in self._changed_by:
+            group = self._group_of_target.get(name) or self._group_of_target.get(self._tied.get(name, ""))
+            if group is None:
+                raise CheckpointError(f"{self.checkpoint.name} has no weights for {name}: fetch it again")
+            found = self._base.tensors[group.sources[0]].shape
+            if len(group.sources) == 1 and len(group.targets) == 1 and found != self._shapes[name]:
+                raise CheckpointError(
+                    f"{group.sources[0]} of {self.checkpoint.name} has the shape {list(found)}, its config asks for "
+                    f"{list(self._shapes[name])}: fetch it again"
+                )
+
+    def _untied(self) -> tuple[bool, dict[str, Planned]]:
+        """Returns whether tied weights differ once merged, and those to write that the base has no tensor for."""
+        changed = {
+            name: first
+            for name, first in self._tied.items()
+            if (name in self._changed_by) or (first in self._changed_by)
+        }
+        both = all(name in self._changed_by and first in self._changed_by for name, first in changed.items())
+        if not changed or (both and getattr(self._merging.config, "ensure_weight_tying", False)):
+            return False, {}
+        extra = {}
+        for name, first in changed.items():
+            if name not in self._group_of_target:
+                extra[name] = self._base.tensors[self._group_of_target[first].sources[0]]
+        return True, extra
+
+
+def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+    found = getattr(checkpoint.config.get_text_config(decoder=True), "dtype", None) or checkpoint.config.dtype
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _tied_weights(outline: PreTrainedModel) -> dict[str, str]:
+    """Returns the first of parameters that are one tensor, by the names of the others."""
+    firsts: dict[int, str] = {}
+    tied = {}
+    for name, one in outline.named_parameters(remove_duplicate=False):
+        first = firsts.setdefault(id(one), name)
+        if first != name:
+            tied[name] = first
+    return tied
+
+
+def _with_extra(tensors: Mapping[str, Planned], extra: Mapping[str, Planned]) -> dict[str, Planned]:
+    """Adds tensors to the files that they are to be written to."""
+    found = {}
+    for name, one in tensors.items():
+        found[name] = one
+        found.update({other: planned for other, planned in extra.items() if planned is one})
+    return found

@@ -1,0 +1,46 @@
+"""What is written stands in its place as a whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.sizes import format_bytes
+
+
+@contextlib.contextmanager
+def new_place(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Yields a path to write a folder or file to, which is then renamed; an error leaves nothing behind.
+
+    Args:
+        out: The final place.
+        num_bytes: About what will be written.
+
+    Raises:
+        ConfigError: If something is there already.
+        CapacityError: If the disk has no room for it.
+        OSError: If it cannot be written.
+    """
+    check_free(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if num_bytes > free:
+        raise CapacityError(
+            f"{out} takes {format_bytes(num_bytes)} and {out.parent.absolute()} has {format_bytes(free)} free: make "
+            "room, or give a smaller --dtype"
+        )
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=out.parent) as part:
+        whole = Path(part) / out.name
+        yield whole
+        check_free(out)
+        whole.rename(out)
+
+
+def check_free(out: Path) -> None:
+    """Raises ConfigError if there is something at a path, even a broken link."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out} exists already: give a new name, or remove it")

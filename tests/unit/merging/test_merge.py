@@ -1,0 +1,218 @@
+"""Merged folders against PEFT's `merge_and_unload`, bit by bit; and what cannot be merged."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from merging_kit import EXPERTS, LORA, load, merged_by_peft, save_adapter, save_base
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
+from published_models import save_published
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.hub import Manifest
+from swarm_plugins.merging import merge_adapter, places
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "Setting `save_embedding_layers`",
+        "Model has `tie_word_embeddings=True`",
+        "Input and output embeddings are no",
+    )
+]
+
+
+def check_equal(out: Path, wanted: dict[str, torch.Tensor], base: Path, dtype: torch.dtype | str = "auto") -> None:
+    found, before = load(out, dtype).state_dict(), load(base, dtype).state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+    assert any(not torch.equal(found[name], before[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        pytest.param("llama", LoraConfig(**LORA, use_rslora=True, alpha_pattern={"q_proj": 32}), id="rslora"),
+        pytest.param("llama", LoraConfig(**LORA, use_dora=True, modules_to_save=["lm_head"]), id="dora-head"),
+        pytest.param("llama", LoraConfig(**LORA | {"target_modules": ["embed_tokens", "k_proj"]}), id="embeddings"),
+        pytest.param("llama", LoraConfig(**LORA, trainable_token_indices=[3, 5]), id="tokens"),
+        pytest.param("llama", LoHaConfig(r=4, target_modules=["q_proj"], init_weights=False), id="loha"),
+        pytest.param(
+            "llama", IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]), id="ia3"
+        ),
+        pytest.param("mixtral", LoraConfig(**LORA, target_parameters=EXPERTS), id="experts"),
+        pytest.param("gpt_oss", LoraConfig(**LORA, target_parameters=EXPERTS[:1]), id="transposed-experts-biases"),
+        pytest.param("qwen3_moe", LoraConfig(**LORA, target_parameters=EXPERTS[1:]), id="one-of-experts"),
+    ],
+)
+def test_a_merged_folder_is_what_peft_merges(tmp_path: Path, family: str, config: PeftConfig) -> None:
+    base = save_base(tmp_path / "base", family)
+    adapter = save_adapter(tmp_path / "adapter", base, config)
+    out = merge_adapter(adapter, tmp_path / "out", base=base)
+    check_equal(out, merged_by_peft(base, adapter), base)
+    # As the base is laid out.
+    shards = [{name: info.file for name, info in Checkpoint.open(one).tensors.items()} for one in (base, out)]
+    assert shards[0] == shards[1]
+    assert len(set(shards[0].values())) > 1
+
+
+def test_another_type_is_the_base_widened_first(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    out = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32")
+    check_equal(out, merged_by_peft(base, adapter, torch.float32), base, torch.float32)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"]])
+def test_shared_embeddings_are_written_apart_if_one_of_them_changes(tmp_path: Path, targets: list[str]) -> None:
+    base = save_base(tmp_path / "base", dtype=torch.float32, tie_word_embeddings=True)
+    assert "lm_head.weight" not in Checkpoint.open(base).tensors
+    adapter = save_adapter(tmp_path / "adapter", base, LoraConfig(**LORA | {"target_modules": targets}))
+    out = load(merge_adapter(adapter, tmp_path / "out", base=base))
+    tokens = torch.arange(12).reshape(2, 6)
+    # PEFT's own merge changes both, and with them what the adapter computes.
+    wanted = PeftModel.from_pretrained(load(base), adapter)(tokens).logits
+    torch.testing.assert_close(out(tokens).logits, wanted)
+    assert not torch.equal(out.lm_head.weight, out.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("way", ["fp8", "gptq"])
+def test_a_packed_base_is_widened(tmp_path: Path, way: str) -> None:
+    base, wide = save_published(way, "llama", tmp_path)
+    adapter = save_adapter(tmp_path / "adapter", wide)
+    out = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32")
+    check_equal(out, merged_by_peft(wide, adapter, torch.float32), wide, torch.float32)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+def test_what_is_not_weights_is_copied(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    for name in ("tokenizer.json", "generation_config.json", "LICENSE", "LICENSE.txt", "merges.txt"):
+        (base / name).write_text(name)
+    (base / "modeling_custom.py").write_text("raise SystemExit")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    out = merge_adapter(adapter, tmp_path / "out", base=base)
+    assert (out / "LICENSE.txt").read_text() == "LICENSE.txt"
+    assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == {"modeling_custom.py"}
+
+
+def test_no_more_than_a_module_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base", "mixtral")
+    adapter = save_adapter(tmp_path / "adapter", base, LoraConfig(**LORA, target_parameters=EXPERTS))
+    sizes = []
+    real = Checkpoint.read
+
+    def read(self: Checkpoint, names: Any, **options: Any) -> dict[str, torch.Tensor]:
+        found = real(self, names, **options)
+        sizes.append(sum(one.nbytes for one in found.values()))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    merge_adapter(adapter, tmp_path / "out", base=base)
+    assert max(sizes) == 4 * 2 * 48 * 32 * 2  # gate and up of four experts, in 16 bits
+
+
+def test_the_base_that_the_adapter_names_is_found(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    version = Checkpoint.open(base).version
+    Manifest(base_name=version.name, base_revision=version.revision).write(adapter)
+    assert merge_adapter(adapter, tmp_path / "out") == tmp_path / "out"
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    other = save_base(tmp_path / "other", dtype=torch.float32)
+    adapter = save_adapter(tmp_path / "adapter", base)
+    Manifest(base_name="base", base_revision=Checkpoint.open(base).version.revision).write(adapter)
+    with pytest.raises(ConfigError, match=r"was trained on base@local-\w+, the base given is other@local-\w+: .* give"):
+        merge_adapter(adapter, tmp_path / "out", base=other)
+
+
+def test_a_base_of_unknown_place_is_asked_for(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    Manifest(base_name="base", base_revision=f"local-{'0' * 40}").write(adapter)
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"was trained on base@local-0+, which is not here: give .* with --base"):
+        merge_adapter(adapter, tmp_path / "out")
+
+
+def test_a_base_of_another_shape_is_refused(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", save_base(tmp_path / "base"))
+    other = save_base(tmp_path / "other", "deepseek_v3")
+    with pytest.raises(CheckpointError, match=r"has 8 tensors that have no place in the base, such as \S*q_proj"):
+        merge_adapter(adapter, tmp_path / "out", base=other)
+    deeper = save_base(tmp_path / "deeper")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    extra = {name.replace("layers.1.", "layers.2."): one.clone() for name, one in tensors.items()}
+    save_file(tensors | extra, adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has 6 tensors that have no place in the base, such as \S*layers\.2"):
+        merge_adapter(adapter, tmp_path / "out", base=deeper)
+    save_file({name: one.repeat(2, 1) for name, one in tensors.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"does not fit the base .*: give the base that it was trained on"):
+        merge_adapter(adapter, tmp_path / "out", base=deeper)
+
+
+def test_what_cannot_become_weights_is_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    prompts = save_adapter(tmp_path / "prompts", base, config)
+    with pytest.raises(UnsupportedError, match="is of the type PROMPT_TUNING, which adds to the input"):
+        merge_adapter(prompts, tmp_path / "out", base=base)
+    adapter = save_adapter(tmp_path / "adapter", base)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"init_lora_weights": "pissa"}))
+    with pytest.raises(UnsupportedError, match="sets init_lora_weights='pissa', which changes the base"):
+        merge_adapter(adapter, tmp_path / "out", base=base)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.full_like(one, float("nan")) for name, one in tensors.items()}, path)
+    with pytest.raises(CheckpointError, match=r"_proj\.weight holds NaN or infinity once"):
+        merge_adapter(adapter, tmp_path / "out", base=base)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="out exists already: give a new name, or remove it"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "out")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    before = sorted(tmp_path.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            merge_adapter(adapter, tmp_path / "out", base=base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(tmp_path.iterdir()) == before
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda place: type("Usage", (), {"free": 1000}))
+    with pytest.raises(CapacityError, match=r"out takes .* and .* has 1 KB free: make room"):
+        merge_adapter(adapter, tmp_path / "out", base=base)
+
+
+def test_headers_are_as_safetensors_reads_them(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    out = merge_adapter(save_adapter(tmp_path / "adapter", base), tmp_path / "out", base=base)
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
