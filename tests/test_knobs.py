@@ -11,7 +11,7 @@ from package_imports import package_files
 
 from swarm_plugins.cli.main import app
 
-MAX_OPTIONS = 144
+MAX_OPTIONS = 146
 MAX_FIELDS = 94
 ENDINGS = ("Config", "Limits", "Settings")
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from swarm_plugins.merging.merge import merge_adapter
+from swarm_plugins.merging.merge import lora_to_gguf, merge_adapter
 
-__all__ = ["merge_adapter"]
+__all__ = ["lora_to_gguf", "merge_adapter"]

@@ -23,7 +23,8 @@ from swarm_plugins.hub.adapter_settings import HARMLESS_STARTS, check_settings
 from swarm_plugins.hub.folder import WEIGHTS_FILE
 from swarm_plugins.noise import without_tied_remark
 
-_NAME = "default"
+ADAPTER_NAME = "default"
+"""PEFT's name for the adapter."""
 _LAYERS: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
@@ -50,9 +51,9 @@ class MergingAdapter:
         _make_hollow(outline, keep_room=_given_names(adapter))
         try:
             with without_tied_remark():
-                model = PeftModel(outline, config, _NAME)
+                model = PeftModel(outline, config, ADAPTER_NAME)
                 # Looks for an accelerator otherwise.
-                result = model.load_adapter(str(adapter.folder), _NAME, torch_device="cpu")
+                result = model.load_adapter(str(adapter.folder), ADAPTER_NAME, torch_device="cpu")
                 tuner: Any = model.base_model
                 tuner._check_merge_allowed()
         except SwarmError:

@@ -18,11 +18,12 @@ from swarm_plugins.merging.merged import MergedModel
 from swarm_plugins.merging.places import new_place
 
 _CONFIG_FILE = "config.json"
-_COPIED_NAMES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json",
-    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
+_COPIED_NAMES = (*TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json")
 _COPIED_STARTS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _ALIGNMENT = 8
 

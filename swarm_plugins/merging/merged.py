@@ -50,7 +50,7 @@ class MergedModel:
     """Whether input and output embeddings, which the base shares, differ now."""
 
     def __init__(self, checkpoint: Checkpoint, adapter: AdapterFolder, dtype: torch.dtype | None = None) -> None:
-        outline = meta_model(checkpoint.config, dtype or _dtype_of(checkpoint))
+        outline = meta_model(checkpoint.config, dtype or dtype_of(checkpoint))
         self.checkpoint = checkpoint
         self.adapter = adapter
         self._rules = Conversions(outline)
@@ -174,7 +174,8 @@ class MergedModel:
         return True, extra
 
 
-def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the floating type that the config of a checkpoint names, or float32."""
     found = getattr(checkpoint.config.get_text_config(decoder=True), "dtype", None) or checkpoint.config.dtype
     return found if isinstance(found, torch.dtype) else torch.float32
 

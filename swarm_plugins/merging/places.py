@@ -11,6 +11,8 @@ from pathlib import Path
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.sizes import format_bytes
 
+_GGUF_SUFFIX = ".gguf"
+
 
 @contextlib.contextmanager
 def new_place(out: Path, num_bytes: int) -> Iterator[Path]:
@@ -44,3 +46,20 @@ def check_free(out: Path) -> None:
     """Raises ConfigError if there is something at a path, even a broken link."""
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} exists already: give a new name, or remove it")
+
+
+def check_place(out: str | Path, *, is_gguf: bool) -> Path:
+    """Returns where to write.
+
+    Raises:
+        ConfigError: If something is there, or a folder is named like a file or the other way round.
+    """
+    place = Path(out).expanduser()
+    check_free(place)
+    if (place.suffix == _GGUF_SUFFIX) != is_gguf:
+        raise ConfigError(
+            f"{place} is not the name of a GGUF file: give NAME{_GGUF_SUFFIX}"
+            if is_gguf
+            else f"{place} is to be a folder: give a name without {_GGUF_SUFFIX}, or ask for GGUF"
+        )
+    return place

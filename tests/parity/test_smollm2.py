@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from real_model import smollm2_directory
 from session_check import sessions_left
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_plugins import AutoSwarmModelForCausalLM
-from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.demo import smollm2
 from swarm_plugins.testing.in_process import InProcessSwarm
 
 CHAT = [{"role": "user", "content": "Name three rivers of Europe."}]
@@ -22,11 +20,7 @@ CHAT = [{"role": "user", "content": "Name three rivers of Europe."}]
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    """The model, where it is on this machine; making it takes minutes and is asked for by ``SWARM_TEST_SMOLLM2=1``."""
-    there = default_cache() / "SmolLM2-135M-Instruct"
-    if not (there / "model.safetensors").is_file() and os.environ.get("SWARM_TEST_SMOLLM2") != "1":
-        pytest.skip(f"{there} has not been made: run with SWARM_TEST_SMOLLM2=1 to make it")
-    return smollm2()
+    return smollm2_directory()
 
 
 @pytest.fixture(scope="module")

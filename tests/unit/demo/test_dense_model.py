@@ -67,7 +67,7 @@ def test_pips_own_words_are_passed_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_missing_reader_of_gguf_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingExtraError, match=r"package gguf is missing: .* -e '\.\[demo\]'"):
+    with pytest.raises(MissingExtraError, match=r"package gguf is missing: .* -e '\.\[gguf\]'"):
         smollm2(tmp_path / "model")
 
 

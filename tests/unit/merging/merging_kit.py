@@ -30,14 +30,14 @@ def load(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-def save_adapter(folder: Path, base: Path, config: PeftConfig | None = None) -> Path:
+def save_adapter(folder: Path, base: Path, config: PeftConfig | None = None, *, scale: float = 0.2) -> Path:
     """Saves an adapter with random numbers, also in modules that PEFT saves whole."""
     torch.manual_seed(1)
     model = get_peft_model(load(base), config or LoraConfig(**LORA))
     with torch.no_grad():
         for name, one in model.named_parameters():
             if one.requires_grad and "lora_magnitude" not in name:
-                one.add_(torch.randn_like(one) * 0.2)
+                one.add_(torch.randn_like(one) * scale)
     model.save_pretrained(folder)
     return folder
 
