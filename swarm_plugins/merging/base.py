@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.weights.published.placing import place, plain_names
 from swarm_plugins.weights.published.weights import PackedWeight, Published
+
+log = logging.getLogger(__name__)
 
 
 class Planned(NamedTuple):
@@ -50,6 +53,16 @@ class PlainBase:
         placing = None if self._published is None else place(self._published, outline, {name: name for name in names})
         weights = [] if placing is None else placing.weights()
         self._packed: dict[str, PackedWeight] = {weight.name: weight for weight in weights}
+        left_out = (placing.taken if placing else set()) - {
+            one for weight in weights for one in weight.tensors.values()
+        }
+        if left_out:
+            log.warning(
+                "%d packed tensors of %s, such as %s, belong to nothing that transformers loads, and are left out",
+                len(left_out),
+                checkpoint.name,
+                min(left_out),
+            )
         wide = dtype or outline.dtype
         planned: list[tuple[str, int, str, Planned]] = []
         for name in plain_names(placing, names):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from swarm_plugins.checkpoint.files import check_inside
 from swarm_plugins.checkpoint.headers import dtype_name
 from swarm_plugins.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from swarm_plugins.errors import CheckpointError, one_line
@@ -58,7 +59,9 @@ def write_folder(model: MergedModel, out: Path, dtype: torch.dtype | None) -> No
             _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(folder / _CONFIG_FILE, _config(model, dtype))
         for name in copied_files(model.checkpoint.file_names()):
-            shutil.copyfile(model.checkpoint.file_path(name), folder / name)
+            source = model.checkpoint.file_path(name)
+            check_inside(source, source.parent.resolve())
+            shutil.copyfile(source, folder / name)
 
 
 def copied_files(names: Sequence[str]) -> list[str]:

@@ -57,6 +57,7 @@ class MergedModel:
         self._base = PlainBase(checkpoint, outline, dtype)
         self._shapes = {name: tuple(one.shape) for name, one in outline.state_dict().items()}
         self._tied = _tied_weights(outline)
+        self._embeddings = _embedding_names(outline)
         self._groups = self._find_groups()
         self._group_of_target = {target: one for one in self._groups for target in one.targets}
         self._group_of_source = {source: one for one in self._groups for source in one.sources}
@@ -160,10 +161,14 @@ class MergedModel:
     def _untied(self) -> tuple[bool, dict[str, Planned]]:
         """Returns whether tied weights differ once merged, and those to write that the base has no tensor for."""
         changed = {
-            name: first
-            for name, first in self._tied.items()
-            if (name in self._changed_by) or (first in self._changed_by)
+            name: first for name, first in self._tied.items() if name in self._changed_by or first in self._changed_by
         }
+        apart = [name for name in changed if name not in self._embeddings]
+        if apart:
+            raise UnsupportedError(
+                f"{changed[apart[0]]} and {apart[0]} are one weight in {self.checkpoint.name}, which "
+                f"{self.adapter.label} changes apart: it cannot be merged"
+            )
         both = all(name in self._changed_by and first in self._changed_by for name, first in changed.items())
         if not changed or (both and getattr(self._merging.config, "ensure_weight_tying", False)):
             return False, {}
@@ -181,14 +186,26 @@ def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _tied_weights(outline: PreTrainedModel) -> dict[str, str]:
-    """Returns the first of parameters that are one tensor, by the names of the others."""
+    """Returns the first of parameters of different modules that are one tensor, by the names of the others."""
     firsts: dict[int, str] = {}
     tied = {}
-    for name, one in outline.named_parameters(remove_duplicate=False):
-        first = firsts.setdefault(id(one), name)
-        if first != name:
-            tied[name] = first
+    for path, module in outline.named_modules():
+        for own, one in module._parameters.items():
+            name = f"{path}.{own}" if path else own
+            if one is not None and (first := firsts.setdefault(id(one), name)) != name:
+                tied[name] = first
     return tied
+
+
+def _embedding_names(outline: PreTrainedModel) -> set[str]:
+    """Returns the names of the parameters that ``tie_word_embeddings`` is about."""
+    modules = (outline.get_input_embeddings(), outline.get_output_embeddings())
+    return {
+        f"{path}.{own}"
+        for path, module in outline.named_modules()
+        for own in module._parameters
+        if any(module is one for one in modules)
+    }
 
 
 def _with_extra(tensors: Mapping[str, Planned], extra: Mapping[str, Planned]) -> dict[str, Planned]:

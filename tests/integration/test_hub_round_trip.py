@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from swarm_plugins import find_adapters, load_adapter
 from swarm_plugins.callbacks.publishing import Publishing
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.merging import merge_adapter
 
 old, new = sys.argv[1:]
 base = AutoModelForCausalLM.from_pretrained("org/base", revision=old)
@@ -58,6 +59,13 @@ try:
     load_adapter(AutoModelForCausalLM.from_pretrained("org/base"), "me/adapter")
 except ConfigError as exc:
     assert f"load the base with revision={old!r}" in str(exc), exc
+# Into the base's weights, at the commit that the adapter was trained on.
+merged = AutoModelForCausalLM.from_pretrained(merge_adapter("me/adapter@v1", "merged"))
+assert torch.allclose(merged.eval()(input_ids=tokens).logits, expected, atol=1e-5)
+try:
+    merge_adapter("me/adapter", "other", base=f"org/base@{new}")
+except ConfigError as exc:
+    assert f"was trained on org/base@{old}, the base given is org/base@{new}" in str(exc), exc
     print("refused")
 """
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from merging_kit import EXPERTS, LORA, load, merged_by_peft, save_adapter, save_base
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
-from published_models import save_published
+from published_models import save_mxfp4, save_published
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -85,10 +85,11 @@ def test_shared_embeddings_are_written_apart_if_one_of_them_changes(tmp_path: Pa
     assert not torch.equal(out.lm_head.weight, out.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("way", ["fp8", "gptq"])
+@pytest.mark.parametrize("way", ["fp8", "gptq", "mxfp4"])
 def test_a_packed_base_is_widened(tmp_path: Path, way: str) -> None:
-    base, wide = save_published(way, "llama", tmp_path)
-    adapter = save_adapter(tmp_path / "adapter", wide)
+    base, wide = save_mxfp4(tmp_path) if way == "mxfp4" else save_published(way, "llama", tmp_path)
+    config = LoraConfig(**LORA, target_parameters=EXPERTS if way == "mxfp4" else None)
+    adapter = save_adapter(tmp_path / "adapter", wide, config)
     out = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32")
     check_equal(out, merged_by_peft(wide, adapter, torch.float32), wide, torch.float32)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
@@ -103,6 +104,14 @@ def test_what_is_not_weights_is_copied(tmp_path: Path) -> None:
     out = merge_adapter(adapter, tmp_path / "out", base=base)
     assert (out / "LICENSE.txt").read_text() == "LICENSE.txt"
     assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == {"modeling_custom.py"}
+
+
+def test_a_link_out_of_the_base_is_not_followed(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    (tmp_path / "secret").write_text("secret")
+    (base / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"LICENSE is a link to .*secret, which is not part of the checkpoint"):
+        merge_adapter(save_adapter(tmp_path / "adapter", base), tmp_path / "out", base=base)
 
 
 def test_no_more_than_a_module_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
