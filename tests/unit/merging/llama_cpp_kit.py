@@ -41,19 +41,26 @@ _ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+# How sentence pieces mark spaces: older files of Llama, newer ones, Gemma.
+_SPACES = normalizers.Replace(" ", "▁")
+_PREFIXES: dict[str, tuple[Any, Any]] = {
+    "pieces": (normalizers.Sequence([normalizers.Prepend("▁"), _SPACES]), None),
+    "metaspace": (None, pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)),
+    "bare": (_SPACES, pre_tokenizers.Split(" ", "merged_with_previous")),
+}
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("llama", {**_DENSE, "attention_bias": True}, "gpt2"),
     "llama3": ("llama", {**_DENSE, "head_dim": 32, "rope_parameters": _ROPE}, "llama3"),
-    "mistral": ("mistral", {**_DENSE, "sliding_window": None}, "pieces"),
+    "mistral": ("mistral", {**_DENSE, "sliding_window": None}, "metaspace"),
     "mixtral": ("mixtral", _MOE, "pieces"),
     "qwen2": ("qwen2", {**_DENSE, "tie_word_embeddings": True}, "qwen2"),
     "qwen3": ("qwen3", {**_DENSE, "head_dim": 32}, "qwen2"),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 16, "norm_topk_prob": True}, "smollm"),
-    "gemma": ("gemma", {**_DENSE, "head_dim": 16, "tie_word_embeddings": True}, "pieces"),
+    "gemma": ("gemma", {**_DENSE, "head_dim": 16, "tie_word_embeddings": True}, "bare"),
     "gemma2": (
         "gemma2",
         {**_DENSE, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True},
-        "pieces",
+        "bare",
     ),
 }
 """Type, settings and tokenizer."""
@@ -72,14 +79,15 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    pieces = kind == "pieces"
+    pieces = kind in _PREFIXES
     tokenizer = Tokenizer(models.BPE(byte_fallback=pieces, unk_token="<unk>" if pieces else None, fuse_unk=pieces))
     special = list(_SPECIAL)
     if pieces:
         special += [f"<0x{byte:02X}>" for byte in range(256)]
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer, tokenizer.pre_tokenizer = _PREFIXES[kind]
+        strip = [] if kind == "bare" else [decoders.Strip(" ", 1, 0)]
         tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )
     else:
         before: dict[str, list[Any]] = {
