@@ -57,6 +57,30 @@ MUTANTS = {
         "for part in self.parts]).flip(0)\n\n    def _cut",
         "tests/unit/blocks/test_stacked.py -k mamba2",
     ),
+    "a module that is merged for its bias is not merged for its weight": Mutant(
+        "merging/adapter.py",
+        "part.merged_adapters.clear()",
+        "pass",
+        "tests/unit/merging/test_merge.py -k transposed-experts-biases",
+    ),
+    "shared embeddings stay shared though one of them changes": Mutant(
+        "merging/merged.py",
+        "return True, extra",
+        "return False, {}",
+        "tests/unit/merging/test_merge.py -k shared_embeddings",
+    ),
+    "rows of a head are written in halves": Mutant(
+        "merging/llama_cpp/architectures.py",
+        "halves.transpose(1, 2)",
+        "halves",
+        "tests/unit/merging/test_gguf.py -k paired",
+    ),
+    "a LoRA in GGUF has the scaling of plain LoRA": Mutant(
+        "merging/llama_cpp/lora.py",
+        "(scaling * a.shape[-2] / alpha)",
+        "1.0",
+        "tests/unit/merging/test_gguf.py -k products",
+    ),
     "padding of keys is not masked": Mutant(
         "blocks/stacked.py",
         "return _padded(masks, dim=1)",

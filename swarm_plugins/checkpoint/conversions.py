@@ -18,6 +18,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from swarm_plugins.errors import one_line
+
 
 class Conversions:
     """What transformers' loader does with the names of a model's tensors."""
@@ -47,7 +49,11 @@ class Conversions:
         return self._by_pattern.get(patterns[0])
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the parameters that are made of tensors, which are all those of one target."""
+        """Returns the parameters that are made of tensors, which are all those of one target.
+
+        Raises:
+            ValueError: If transformers cannot make them.
+        """
         by_pattern: dict[str | None, list[Tensor]] = {}
         for name in sorted(tensors, key=dot_natural_key):
             target, pattern = self.target(name)
@@ -69,7 +75,7 @@ class Conversions:
         target, pattern = self.target(names[0])
         if pattern is None:
             return {names[0]: parameters[target]}
-        rule: Any = self.converter([pattern]).reverse_transform()
+        rule = _reverse(self.converter([pattern]))
         by_pattern: dict[str | None, list[Tensor]] = {}
         for name in sorted(parameters, key=dot_natural_key):
             renamed, found = apply_converters(name, [rule])
@@ -88,5 +94,17 @@ class Conversions:
         one = copy.deepcopy(rule)  # it keeps the tensors that it is given
         for pattern, some in by_pattern.items():
             one.collected_tensors[pattern].extend(some)
-        made = one.convert(target, model=self._model, config=self._model.config)
+        try:
+            made = one.convert(target, model=self._model, config=self._model.config)
+        except Exception as exc:
+            # Any kind, from operations on tensors that they do not expect.
+            raise ValueError(one_line(exc)) from exc
         return {name: some[0] if isinstance(some, list) else some for name, some in made.items()}
+
+
+def _reverse(rule: Any) -> Any:
+    try:
+        return rule.reverse_transform()
+    except Exception as exc:
+        # Any kind, as an operation without a way back sees fit.
+        raise ValueError(one_line(exc)) from exc

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.outline import meta_model
-from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
+from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.hub import AdapterFolder
 from swarm_plugins.merging.adapter import MergingAdapter
 from swarm_plugins.merging.base import PlainBase, Planned
@@ -29,6 +29,8 @@ class _Group:
     """Names in the checkpoint."""
     targets: tuple[str, ...]
     """Names of the parameters made of them."""
+    fault: str = ""
+    """Why they cannot be turned back; empty if they can."""
 
 
 class MergedModel:
@@ -65,7 +67,7 @@ class MergedModel:
         self._changed_by = {
             f"{path}.{name}": path for path in self._merging.modules for name in self._merging.parameters(path)
         }
-        self._check_shapes()
+        self._check_groups()
         self.is_untied, extra = self._untied()
         self.tensors = _with_extra(self._base.tensors, extra)
         self._read: tuple[_Group, dict[str, Tensor]] | None = None
@@ -118,39 +120,37 @@ class MergedModel:
             by_target[target].append(name)
             if pattern is not None:
                 converted.add(target)
-        groups = []
-        for target, sources in by_target.items():
-            targets: tuple[str, ...] = (target,)
-            if target in converted:
-                targets = tuple(self._try_conversion(target, sources))
-            groups.append(_Group(tuple(sources), targets))
-        return groups
+        # What transformers does not load is copied.
+        known = {target: tuple(sources) for target, sources in by_target.items() if self._rules.is_known(target)}
+        return [
+            self._try_conversion(target, sources) if target in converted else _Group(sources, (target,))
+            for target, sources in known.items()
+        ]
 
-    def _try_conversion(self, target: str, sources: list[str]) -> dict[str, Tensor]:
-        """Returns the parameters made of tensors, without values."""
-        tensors = {
-            name: torch.empty(one.shape, dtype=one.dtype, device="meta")
-            for name, one in self._base.tensors.items()
-            if name in set(sources)
-        }
+    def _try_conversion(self, target: str, sources: tuple[str, ...]) -> _Group:
+        """Returns a group after turning it into parameters and back, without values."""
+        shapes = {name: self._base.tensors[name].shape for name in sources}
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        targets: tuple[str, ...] = (target,)
         try:
             made = self._rules.convert(tensors)
+            targets = tuple(made)
             back = self._rules.revert(made, sources)
-        except Exception as exc:
-            # Any kind, from transformers' operations on tensors that they do not expect.
-            raise UnsupportedError(
-                f"{sources[0]} and others of {self.checkpoint.name}, of which {target} is made, cannot be turned back "
-                f"({one_line(exc)})"
-            ) from exc
-        if any(back[name].shape != one.shape for name, one in tensors.items()):
-            raise UnsupportedError(f"{target} cannot be turned back into tensors like {sources[0]}, as the base has")
-        return made
+            fault = "" if {name: one.shape for name, one in back.items()} == shapes else "the shapes differ"
+        except ValueError as exc:
+            fault = str(exc)
+        return _Group(sources, targets, fault)
 
-    def _check_shapes(self) -> None:
+    def _check_groups(self) -> None:
         for name in self._changed_by:
             group = self._group_of_target.get(name) or self._group_of_target.get(self._tied.get(name, ""))
             if group is None:
                 raise CheckpointError(f"{self.checkpoint.name} has no weights for {name}: fetch it again")
+            if group.fault:
+                raise UnsupportedError(
+                    f"{name} is made of {group.sources[0]} and others of {self.checkpoint.name}, and cannot be turned "
+                    f"back ({group.fault}): the adapter cannot be merged"
+                )
             found = self._base.tensors[group.sources[0]].shape
             if len(group.sources) == 1 and len(group.targets) == 1 and found != self._shapes[name]:
                 raise CheckpointError(

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.hub import Manifest
 from swarm_plugins.merging import merge_adapter, places
@@ -225,3 +226,35 @@ def test_headers_are_as_safetensors_reads_them(tmp_path: Path) -> None:
     for path in out.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
+
+
+def test_what_transformers_does_not_load_is_copied(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral")
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    # One of the experts of a layer that the config does not count, as of heads for several tokens.
+    extra = {"model.layers.2.block_sparse_moe.experts.0.w1.weight": torch.ones(2, 2)}
+    save_file(extra, base / "extra.safetensors")
+    index["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    adapter = save_adapter(tmp_path / "adapter", save_base(tmp_path / "twin", "mixtral"))
+    out = merge_adapter(adapter, tmp_path / "out", base=base)
+    assert torch.equal(load_file(out / "extra.safetensors").popitem()[1], torch.ones(2, 2))
+
+
+def test_what_cannot_be_turned_back_is_refused_if_the_adapter_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_base(tmp_path / "base", "mixtral")
+    experts = save_adapter(tmp_path / "experts", base, LoraConfig(**LORA, target_parameters=EXPERTS))
+    others = save_adapter(tmp_path / "others", base)
+
+    def revert(self: Conversions, parameters: Any, names: Any) -> Any:
+        if len(names) > 1:
+            raise ValueError("no way back")
+        return real(self, parameters, names)
+
+    real = Conversions.revert
+    monkeypatch.setattr(Conversions, "revert", revert)
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj is made of .* cannot be turned back \(no way back\)"):
+        merge_adapter(experts, tmp_path / "out", base=base)
+    merge_adapter(others, tmp_path / "out", base=base)
