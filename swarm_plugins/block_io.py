@@ -22,6 +22,20 @@ Outputs = TypeVar("Outputs", bound="SpanOutputs")
 Change = Callable[[Tensor], Tensor]
 
 
+PAGE_TOKENS = 64
+"""Servers allocate caches for, and know the beginnings of sessions by, so many tokens of each row."""
+
+
+def page_size(tokens: int, limit: int) -> int:
+    """Returns how many tokens to send at once, near ``tokens`` and at most ``limit``: whole pages if one fits.
+
+    A server can then use what earlier sessions have begun with for all but the last part of a prompt.
+    """
+    if limit < PAGE_TOKENS:
+        return min(tokens, limit)
+    return min(-(-tokens // PAGE_TOKENS), limit // PAGE_TOKENS) * PAGE_TOKENS
+
+
 class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
     """An adapter, or its part on one span: structure, tensors and the name they go by."""
 

@@ -11,8 +11,8 @@ from package_imports import package_files
 
 from swarm_plugins.cli.main import app
 
-MAX_OPTIONS = 146
-MAX_FIELDS = 94
+MAX_OPTIONS = 147
+MAX_FIELDS = 95
 ENDINGS = ("Config", "Limits", "Settings")
 
 

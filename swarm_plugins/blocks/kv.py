@@ -13,17 +13,15 @@ Letters in shapes: ``B`` rows, ``H`` key/value heads, ``C`` allocated tokens, ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from swarm_plugins.block_io import PAGE_TOKENS
 from swarm_plugins.blocks.own_layers import OwnState
 from swarm_plugins.errors import CapacityError, ConfigError
-
-PAGE_TOKENS = 64
-"""Tokens are allocated in multiples of this."""
 
 
 class BlockKV(NamedTuple):
@@ -74,6 +72,8 @@ class KVPool:
             raise ConfigError(f"kv_bytes must be at least 1, got {budget_bytes}: give the KV cache some memory")
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
+        self.on_reserve: Callable[[], None] | None = None
+        """Called when bytes have been taken; what only uses what is left gives way then."""
 
     @property
     def free_bytes(self) -> int:
@@ -96,6 +96,8 @@ class KVPool:
                 f"{self.budget_bytes}; close sessions, shorten the sequence or serve with a larger kv_bytes"
             )
         self.used_bytes += num_bytes
+        if self.on_reserve is not None:
+            self.on_reserve()
 
     def release(self, num_bytes: int) -> None:
         """Returns ``num_bytes`` to the budget."""

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVCache
+from swarm_plugins.block_io import PAGE_TOKENS, SpanInputs, SpanOutputs
+from swarm_plugins.blocks.kv import BlockKV, KVCache
 from swarm_plugins.borders import NO_TIES
 
 

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from swarm_plugins.blocks.kv import PAGE_TOKENS
+from swarm_plugins.block_io import PAGE_TOKENS
 from swarm_plugins.blocks.packed import ApartPast, PackedRows
 from swarm_plugins.blocks.past import StatefulPast
 from swarm_plugins.blocks.runner import StepInputs

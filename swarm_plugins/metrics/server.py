@@ -21,7 +21,7 @@ from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import FailureKind
 from swarm_plugins.transport.server_info import ServerInfo
 
-_TOKENS = ("prefill", "decode", "forward", "backward", "check")
+_TOKENS = ("prefill", "reused", "decode", "forward", "backward", "check")
 _PACKS = (1, 2, 4, 8, 16, 32, 64)
 """Upper bounds of the buckets."""
 

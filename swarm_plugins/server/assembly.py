@@ -15,6 +15,7 @@ from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.prefixes import PrefixStore
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
@@ -36,7 +37,7 @@ def assembled(checkpoint: Checkpoint, spans: HostedSpans) -> Service:
         quantization="none" if published is None else published.name,
         codecs=CODECS,
     )
-    return Service(announced=announced, runner=spans, scheduler=scheduler)
+    return Service(announced=announced, runner=spans, scheduler=scheduler, prefixes=PrefixStore(spans.pool))
 
 
 @dataclass(frozen=True)

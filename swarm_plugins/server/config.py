@@ -70,6 +70,10 @@ class ServeConfig(NodeConfig):
     kv_bytes: int = 1 << 30
     """Memory for the keys and values of all sessions."""
 
+    share_prefixes: bool = False
+    """Whether clients get what others' sessions have begun with, and do not wait for it to be computed again. How soon
+    an answer comes then tells what others have sent: for private swarms. By default each client gets its own."""
+
     activation_bytes: int | None = None
     """Memory for forward graphs kept for the backward to come; 0 keeps none. None: a quarter of the memory that is
     free after loading, without caches and adapters; at least 512 MiB, 16 GiB at most."""

@@ -40,6 +40,7 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.cutting import MIN_PORTION_TOKENS, RunLimits
 from swarm_plugins.server.state.points import Points
+from swarm_plugins.server.state.prefixes import PrefixStore
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.node import SwarmNode
@@ -264,6 +265,7 @@ class SwarmServer:
             ledger=self._ledger,
             identity=self._joined().identity,
             pushes=Pushes(self._joined(), self._points),
+            prefixes=PrefixStore(spans.pool, is_shared=config.share_prefixes),
         )
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))

@@ -21,6 +21,7 @@ from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.inbox import Inboxes
 from swarm_plugins.server.state.points import Points
+from swarm_plugins.server.state.prefixes import PrefixStore
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.identity import Identity
@@ -37,8 +38,9 @@ class ServiceCounts:
     """What a service has done so far; written on its event loop, read by any thread."""
 
     tokens: Counter[str] = field(default_factory=Counter)
-    """Rows times tokens that were computed: ``decode`` for steps of one token a row, ``prefill`` for longer ones;
-    ``forward``, ``backward``; ``check`` for passes repeated to open their states; ``experts`` for rows of experts."""
+    """Rows times tokens that were computed: ``decode`` for steps of one token a row, ``prefill`` for longer ones,
+    ``reused`` for those that an earlier session had begun with; ``forward``, ``backward``; ``check`` for passes that
+    are repeated to open their states; ``experts`` for rows of experts."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Requests that were answered with a failure, by its kind."""
 
@@ -98,6 +100,8 @@ class Service(_Serving):
     """Signs receipts. None: there are none."""
     pushes: Pushes = field(default_factory=Pushes)
     """Hands outputs on to other servers."""
+    prefixes: PrefixStore
+    """What sessions have begun with."""
     inboxes: Inboxes = field(default_factory=Inboxes)
     """What they hand to this one."""
 

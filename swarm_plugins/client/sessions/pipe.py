@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs, page_size
 from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.calls.pushing import SentInVainError, Told, close_all, is_pushing, tell
 from swarm_plugins.client.sessions.replacing import moved, neighbors, planned
@@ -117,15 +117,17 @@ class Pipe:
         rows, tokens = self._inputs.hidden.shape[:2]
         if tokens == 1:
             return [self._inputs]
-        spans, least = self.spans, 1
+        spans, least, limit = self.spans, 1, tokens
         if is_pushed:
-            least = math.ceil(tokens / min(span.tokens_at_once(self._inputs) for span in spans))
+            limit = min(span.tokens_at_once(self._inputs) for span in spans)
+            least = math.ceil(tokens / limit)
         most = rows * tokens // _LEAST_TOKENS
         if len(spans) > 1 and most > 1:
             step_s, token_s = self._pace(spans, is_pushed=is_pushed)
             least = max(least, min(num_chunks(len(spans), rows * tokens, step_s, token_s), most))
-        size = math.ceil(tokens / least)
-        return self._inputs.cut_tokens(size)
+        if least == 1:
+            return [self._inputs]
+        return self._inputs.cut_tokens(page_size(math.ceil(tokens / least), limit))
 
     def _prepare(self, chunks: Sequence[SpanInputs]) -> None:
         """Makes the calls that servers are told of ahead: each gets its input from the server before."""

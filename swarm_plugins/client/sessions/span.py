@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from torch import Tensor
 
-from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, join_outputs
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, join_outputs, page_size
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.client.sessions.history import History
@@ -206,7 +206,8 @@ class SpanSession:
         """Returns how many tokens of each row go in one message."""
         limit = tokens_per_message(replace(inputs, blocks=self.blocks))
         most = self._servers.view.max_batch_tokens(self.peer)
-        return max(1, (min(limit, most) if most > 0 else limit) // inputs.hidden.shape[0])
+        tokens = max(1, (min(limit, most) if most > 0 else limit) // inputs.hidden.shape[0])
+        return page_size(tokens, tokens)
 
     async def ask(self, call: StepCall) -> SpanOutputs:
         """Makes one step."""

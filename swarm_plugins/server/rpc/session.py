@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -13,6 +14,7 @@ from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server import limits
 from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.server.rpc.beginnings import run_beginning
 from swarm_plugins.server.rpc.checks import check_blocks, check_held, check_prefix, checked_ids, checked_outputs
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import opening_history
@@ -84,7 +86,8 @@ class _Stream:
             ending.enter_context(service.sessions.counted(self._peer))
             cache = await self._new_cache(self._maker(request, blocks, source))
             inbox = Inbox(self._peer, request.push_name, request.push_key)
-            session = Session(self._peer, blocks, cache, inbox, history=history)
+            begun = None if first_tokens else service.prefixes.begun(self._peer, blocks, request.batch_size)
+            session = Session(self._peer, blocks, cache, inbox, begun=begun, history=history)
             # Behind everything of this session that is still in the queue.
             ending.callback(service.scheduler.post, session.close)
             ending.enter_context(service.inboxes.listed(inbox))
@@ -168,15 +171,22 @@ class _Stream:
             )
             # Unknown until the answer is signed: a step that fails may have changed the cache all the same.
             history, session.history = session.history, b""
-            outputs = await service.scheduler.step(
-                inputs,
+            run = functools.partial(
+                service.scheduler.step,
                 timeout_s=limits.REQUEST_TIMEOUT_S,
                 prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
                 peer=self._peer,
                 takes_long=_takes_long(adapters),
             )
+            reused = 0
+            if request.ops:
+                session.begun = None
+                outputs = await run(inputs)
+            else:
+                outputs, reused = await run_beginning(service, session, inputs, run)
         rows, tokens = request.hidden.shape[:2]
-        service.counts.tokens["decode" if tokens == 1 else "prefill"] += rows * tokens
+        service.counts.tokens["decode" if tokens == 1 else "prefill"] += rows * (tokens - reused)
+        service.counts.tokens["reused"] += rows * reused
         return outputs, history
 
 

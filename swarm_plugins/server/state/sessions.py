@@ -15,6 +15,7 @@ from swarm_plugins.block_io import CacheOp
 from swarm_plugins.blocks.kv import KVCache, RewindError
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.state.inbox import Inbox
+from swarm_plugins.server.state.prefixes import Begun
 
 MAX_OPS = 256
 """Most cache operations in one step; clients send a few, a message could hold ten thousands."""
@@ -36,6 +37,8 @@ class Session:
     """Whether a step is waiting or running."""
     used_at: float = field(default_factory=time.monotonic)
     """When the last step ended."""
+    begun: Begun | None = None
+    """How it has begun, as long as that can be told; see `PrefixStore`."""
     history: bytes = b""
     """Hash of all that the cache has come from, for receipts; empty since a step whose result is not signed."""
 

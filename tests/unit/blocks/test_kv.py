@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVCache, KVPool
+from swarm_plugins.block_io import PAGE_TOKENS
+from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError, ConfigError
 

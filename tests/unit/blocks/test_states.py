@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from type_models import save_type
 
+from swarm_plugins.block_io import PAGE_TOKENS
 from swarm_plugins.blocks import KVCache, Span, StepInputs, load_span
-from swarm_plugins.blocks.kv import PAGE_TOKENS, RewindError
+from swarm_plugins.blocks.kv import RewindError
 from swarm_plugins.blocks.own_layers import OwnState
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, ConfigError

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import pytest
 from fake_server import TOKEN_BYTES, VERSION, FakeRunner
 
+from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.server import limits
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.server.state.prefixes import PrefixStore
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -41,4 +43,5 @@ def service(runner: FakeRunner, scheduler: Scheduler, monkeypatch: pytest.Monkey
         activations=ActivationStore(1 << 20),
         adapters=AdapterStore(1 << 16),
         sessions=SessionTable(3),
+        prefixes=PrefixStore(KVPool(1)),
     )

@@ -1,0 +1,56 @@
+"""Steps at the beginning of a session: what an earlier session has begun with is not computed again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.block_io import PAGE_TOKENS, SpanOutputs
+from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.server import limits
+from swarm_plugins.server.rpc.proofs import hashing
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.prefixes import Begun, PrefixStore, has_whole_pages
+from swarm_plugins.server.state.sessions import Session
+
+Run = Callable[[StepInputs], Awaitable[SpanOutputs]]
+"""Runs a step."""
+
+
+async def run_beginning(service: Service, session: Session, inputs: StepInputs, run: Run) -> tuple[SpanOutputs, int]:
+    """Runs a step, but for pages at its beginning that are known; keeps its pages for later sessions.
+
+    Cache operations must not come with it.
+
+    Returns:
+        The outputs of all tokens; and how many tokens in each row were known.
+    """
+    begun, session.begun = session.begun, None
+    if begun is None or begun.tokens != session.cache.length or not has_whole_pages(inputs, service.spec):
+        return await run(inputs), 0
+    prefixes, num_new = service.prefixes, inputs.hidden.shape[1]
+    keys = await hashing(inputs.hidden.nbytes, functools.partial(prefixes.keys, begun, inputs))
+    known = await service.scheduler.call(
+        lambda: prefixes.restore(session.cache, keys), timeout_s=limits.REQUEST_TIMEOUT_S, peer=session.peer
+    )
+    num_known = len(known) * PAGE_TOKENS
+    if num_known < num_new:
+        try:
+            outputs = await run(inputs.take_tokens(num_known, num_new) if known else inputs)
+        except BaseException:
+            # A step that fails leaves the cache as it was.
+            service.scheduler.post(lambda: None if session.is_closed else session.cache.crop(begun.tokens))
+            raise
+        known.append(outputs.hidden)
+    outputs = SpanOutputs(hidden=torch.cat(known, dim=1) if len(known) > 1 else known[0])
+    service.scheduler.post(functools.partial(_keep, prefixes, session, begun, keys, outputs.hidden))
+    session.begun = Begun(keys[-1], begun.tokens + len(keys) * PAGE_TOKENS)
+    return outputs, num_known
+
+
+def _keep(prefixes: PrefixStore, session: Session, begun: Begun, keys: list[bytes], hidden: Tensor) -> None:
+    if not session.is_closed and session.cache.length >= begun.tokens + len(keys) * PAGE_TOKENS:
+        prefixes.keep(session.cache, begun, keys, hidden)

@@ -1,0 +1,178 @@
+"""What sessions have begun with: pages of keys, values and outputs, for the next session that begins alike.
+
+A page is found by a hash of all that has come in up to its end, chained page by page, under a secret of this server.
+It is never named by a client: who wants a page's output has to send its input. The hash also takes the client's
+identity, unless the operator shares pages among all clients: how soon an answer comes would tell one of them what
+another has sent.
+
+Pages take what sessions leave of the KV budget, and give it back, the least recently used ones first, as sessions grow.
+
+Letters in shapes: ``B`` rows, ``S`` new tokens, ``D`` hidden width, ``H`` key/value heads, ``W`` head width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.block_io import PAGE_TOKENS, SpanInputs
+from swarm_plugins.blocks.kv import KVCache, KVPool
+from swarm_plugins.blocks.runner import SpanSpec
+from swarm_plugins.errors import CapacityError
+
+_HASH_BYTES = 32
+
+
+class Begun(NamedTuple):
+    """How a session has begun, while all of its tokens fill whole pages."""
+
+    key: bytes
+    """Hash of what has come in."""
+    tokens: int
+    """Tokens in each row."""
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What `PAGE_TOKENS` tokens of each row have become."""
+
+    pairs: tuple[tuple[Tensor, Tensor], ...]
+    """Keys and values of each block, ``[B, H, PAGE_TOKENS, W]``."""
+    outputs: Tensor
+    """``[B, PAGE_TOKENS, D]``."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.outputs.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.pairs)
+
+
+class PrefixStore:
+    """Pages of sessions' beginnings. `keys` may be called in any thread, all else only in the compute thread.
+
+    Args:
+        pool: The KV budget.
+        is_shared: Whether clients get pages of each other.
+    """
+
+    def __init__(self, pool: KVPool, *, is_shared: bool = False) -> None:
+        self._pool = pool
+        self._is_shared = is_shared
+        self._secret = secrets.token_bytes(_HASH_BYTES)
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()
+        self.num_bytes = 0
+        """Bytes of all pages."""
+        pool.on_reserve = self._give_way
+
+    def __len__(self) -> int:
+        """Returns the number of pages."""
+        return len(self._pages)
+
+    def begun(self, peer: str, blocks: range, batch_size: int) -> Begun:
+        """Returns how a session without tokens has begun."""
+        owner = "" if self._is_shared else peer
+        return Begun(self._hash(repr((owner, blocks, batch_size)).encode()), 0)
+
+    def keys(self, begun: Begun, inputs: SpanInputs) -> list[bytes]:
+        """Returns the hash of each whole page of new tokens, given what came before them."""
+        used = repr(([one.digest for one in inputs.adapters.adapters], inputs.adapters.rows)).encode()
+        key, found = begun.key, []
+        for start in range(0, inputs.hidden.shape[1] - PAGE_TOKENS + 1, PAGE_TOKENS):
+            page = inputs.take_tokens(start, start + PAGE_TOKENS)
+            mask = page.attention_mask
+            key = self._hash(
+                key,
+                used,
+                *_bytes_of(page.hidden),
+                *_bytes_of(page.position_ids),
+                *_bytes_of(page.token_ids),
+                *_bytes_of(None if mask is None else mask[:, -PAGE_TOKENS:]),
+            )
+            found.append(key)
+        return found
+
+    def restore(self, cache: KVCache, keys: Sequence[bytes]) -> list[Tensor]:
+        """Appends the pages that are known, from the first on, to a session's cache; returns their outputs."""
+        pages: list[_Page] = []
+        for key in keys:
+            page = self._pages.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        if not pages:
+            return []
+        # The first page is the most recently used: without it, the others are of no use.
+        for key in reversed(keys[: len(pages)]):
+            self._pages.move_to_end(key)
+        try:
+            # It may displace pages, but those at hand stay in memory.
+            cache.reserve(len(pages) * PAGE_TOKENS)
+        except CapacityError:
+            return []
+        for page in pages:
+            for block, (one, two) in zip(cache.blocks, page.pairs, strict=True):
+                cache.append(block, one, two)
+            cache.advance(PAGE_TOKENS)
+        return [page.outputs for page in pages]
+
+    def keep(self, cache: KVCache, begun: Begun, keys: Sequence[bytes], outputs: Tensor) -> None:
+        """Keeps the pages of a step that has run, ``[B, S, D]`` of outputs, as far as there is memory."""
+        own_bytes = sum(self._pages[key].num_bytes for key in keys if key in self._pages)
+        for number, key in enumerate(keys):
+            if key in self._pages:
+                continue
+            first = begun.tokens + number * PAGE_TOKENS
+            views = [cache.view(block, first + PAGE_TOKENS) for block in cache.blocks]
+            page = _Page(
+                tuple((keys[:, :, first:], values[:, :, first:]) for keys, values in views),
+                outputs[:, number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS],
+            )
+            own_bytes += page.num_bytes
+            if own_bytes > self._pool.free_bytes:
+                return  # it would displace its own beginning
+            self._pages[key] = _Page(tuple((one.clone(), two.clone()) for one, two in page.pairs), page.outputs.clone())
+            self.num_bytes += page.num_bytes
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """Drops pages until the rest fits into what sessions leave of the budget."""
+        while self._pages and self.num_bytes > self._pool.free_bytes:
+            _, page = self._pages.popitem(last=False)
+            self.num_bytes -= page.num_bytes
+
+    def _hash(self, *parts: bytes) -> bytes:
+        found = hashlib.blake2b(key=self._secret, digest_size=_HASH_BYTES)
+        for part in parts:
+            # With its length: no other parts have the same hash.
+            found.update(len(part).to_bytes(8, "little"))
+            found.update(part)
+        return found.digest()
+
+
+def has_whole_pages(inputs: SpanInputs, spec: SpanSpec) -> bool:
+    """Returns whether all that a step depends on is hashed by `PrefixStore.keys`, and kept by it."""
+    use, positions = inputs.adapters, inputs.position_ids
+    return (
+        inputs.hidden.shape[1] >= PAGE_TOKENS
+        and not (inputs.collect_hidden or inputs.collect_router)
+        and inputs.layer_masks is None
+        and (positions is None or positions.ndim == 2)
+        and use.dropout_seed is None
+        and all(one.digest for one in use.adapters)
+        and all(spec.kv_layouts[block].is_plain for block in inputs.blocks if block in spec.kv_layouts)
+        and all(block in spec.kv_layouts for block in inputs.blocks)
+    )
+
+
+def _bytes_of(tensor: Tensor | None) -> tuple[bytes, bytes]:
+    """Returns a tensor's shape and type, and its values."""
+    if tensor is None:
+        return b"", b""
+    values = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {tuple(tensor.shape)}".encode(), values

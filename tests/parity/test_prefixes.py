@@ -1,0 +1,145 @@
+"""A session that begins as another has begun computes only the rest, and says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_sessions import FailOnce
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+
+PAGE = 64
+PROMPT = torch.randint(3, 120, (1, 3 * PAGE + 8), generator=torch.Generator().manual_seed(0))
+OTHER = torch.cat([PROMPT[:, : 2 * PAGE], PROMPT[:, :30]], dim=1)
+"""Begins alike, for two pages."""
+
+
+@pytest.fixture(params=["llama", "mixtral_sliding"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_tiny(request.param, tmp_path / request.param)
+
+
+@pytest.fixture
+def swarm(directory: Path) -> Iterator[InProcessSwarm]:
+    with InProcessSwarm(directory, config=SwarmConfig(micro_batches=1)) as swarm:
+        yield swarm
+
+
+def load(directory: Path, swarm: InProcessSwarm) -> PreTrainedModel:
+    return AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, **options}
+    found: torch.Tensor = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
+    return found
+
+
+def computed(swarm: InProcessSwarm) -> list[tuple[int, int]]:
+    """Returns how many tokens of prompts each server has computed, and how many it knew."""
+    counts = [service.counts.tokens for service in swarm.services.values()]
+    found = [(count["prefill"], count["reused"]) for count in counts]
+    for count in counts:
+        count.clear()
+    return found
+
+
+def test_the_second_session_computes_only_the_rest(directory: Path, swarm: InProcessSwarm) -> None:
+    local, remote = AutoModelForCausalLM.from_pretrained(directory).eval(), load(directory, swarm)
+    expected = generate(local, PROMPT)
+    assert torch.equal(generate(remote, PROMPT), expected)
+    assert computed(swarm) == [(200, 0)] * 2
+    assert torch.equal(generate(remote, PROMPT), expected)
+    assert computed(swarm) == [(8, 192)] * 2
+    assert torch.equal(generate(remote, OTHER), generate(local, OTHER))
+    assert computed(swarm) == [(30, 128)] * 2
+    assert torch.equal(generate(remote, PROMPT[:, : 2 * PAGE]), generate(local, PROMPT[:, : 2 * PAGE]))
+    assert computed(swarm) == [(0, 2 * PAGE)] * 2
+
+
+@torch.no_grad()
+def test_beams_and_sessions_that_go_on_are_those_of_the_local_model(directory: Path, swarm: InProcessSwarm) -> None:
+    local, remote = AutoModelForCausalLM.from_pretrained(directory).eval(), load(directory, swarm)
+    for _ in range(2):
+        assert torch.equal(generate(remote, PROMPT, num_beams=3), generate(local, PROMPT, num_beams=3))
+    assert sum(reused for _, reused in computed(swarm)) > 0
+    for _ in range(2):
+        first = remote(PROMPT[:, : 2 * PAGE], use_cache=True)
+        last = remote(PROMPT[:, 2 * PAGE :], past_key_values=first.past_key_values)
+        torch.testing.assert_close(last.logits, local(PROMPT).logits[:, 2 * PAGE :], atol=1e-5, rtol=1e-5)
+    assert computed(swarm)[0][1] > 0
+
+
+def test_padded_batches_are_known_as_a_whole(directory: Path, swarm: InProcessSwarm) -> None:
+    local, remote = AutoModelForCausalLM.from_pretrained(directory).eval(), load(directory, swarm)
+    ids = PROMPT.repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :10] = 0
+    for given, known in ((mask, 0), (mask, 2 * 192), (torch.ones_like(ids), 0)):
+        expected = generate(local, ids, attention_mask=given)
+        assert torch.equal(generate(remote, ids, attention_mask=given), expected)
+        assert [reused for _, reused in computed(swarm)] == [known] * 2
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
+def test_an_adapter_has_pages_of_its_own(directory: Path, swarm: InProcessSwarm) -> None:
+    remote = load(directory, swarm)
+    generate(remote, PROMPT)
+    torch.manual_seed(0)
+    tuned = get_peft_model(remote, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    computed(swarm)
+    expected = generate(tuned, PROMPT)
+    assert [reused for _, reused in computed(swarm)] == [0, 0]
+    assert torch.equal(generate(tuned, PROMPT), expected)
+    assert [reused for _, reused in computed(swarm)] == [192, 192]
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
+def test_a_step_that_fails_behind_known_pages_is_run_again(directory: Path, swarm: InProcessSwarm) -> None:
+    local, remote = AutoModelForCausalLM.from_pretrained(directory).eval(), load(directory, swarm)
+    expected = generate(local, PROMPT)
+    generate(remote, PROMPT)
+    fault = FailOnce(swarm, swarm.peers, 1)
+    assert torch.equal(generate(remote, PROMPT), expected)
+    assert fault.has_failed
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
+def test_pages_give_way_to_sessions(directory: Path, swarm: InProcessSwarm) -> None:
+    remote = load(directory, swarm)
+    service = swarm.services["peer0"]
+    pool, prefixes = service.runner.pool, service.prefixes
+    generate(remote, PROMPT)
+    generate(remote, OTHER)
+    page_bytes = prefixes.num_bytes // len(prefixes)
+    assert len(prefixes) == 3  # two of them begin both
+    pool.budget_bytes = pool.used_bytes + 2 * page_bytes
+    pool.reserve(page_bytes // 2)
+    generate(remote, PROMPT[:, :PAGE])
+    assert prefixes.num_bytes <= pool.free_bytes
+    assert 0 < len(prefixes) < 3
+    pool.release(page_bytes // 2)
+    assert generate(remote, PROMPT).shape == (1, 206)
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
+def test_clients_share_pages_only_if_the_operator_says_so(directory: Path, swarm: InProcessSwarm) -> None:
+    remote = load(directory, swarm)
+    generate(remote, PROMPT)
+    for service in swarm.services.values():
+        prefixes = service.prefixes
+        blocks = service.spec.blocks
+        assert prefixes.begun("a", blocks, 1) != prefixes.begun("b", blocks, 1)
+        assert prefixes.begun("a", blocks, 1) != prefixes.begun("a", blocks, 2)
+        shared = type(prefixes)(service.runner.pool, is_shared=True)
+        assert shared.begun("a", blocks, 1) == shared.begun("b", blocks, 1)
+        # Under a secret of its own: nobody can tell a hash beforehand.
+        assert shared.begun("a", blocks, 1) != type(prefixes)(service.runner.pool, is_shared=True).begun("a", blocks, 1)
