@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from swarm_plugins.local_swarm import LocalSwarm
 
 GOALS = {1: 1.0, 3: 0.95}
 MEMORY_GOAL_GB = 0.6
+PREFIX_TOKENS = 600
+PREFIX_GOAL = 0.25
+"""Of the time to the first token of a session that begins as an earlier one, over that one's."""
 
 
 def bench_decode(
@@ -39,7 +44,10 @@ def bench_decode(
         with LocalSwarm(directory, num_servers=count, dtype="float32", threads=1) as swarm:
             if count == 1:
                 report.figures.append(_idle_memory(swarm, local))
-            there = decoding_round(swarm_model(directory, swarm.initial_peers), prompt, new_tokens, expected)
+            remote = swarm_model(directory, swarm.initial_peers)
+            if count == 1:
+                report.figures.append(_second_session(directory, remote, rounds=rounds, progress=progress))
+            there = decoding_round(remote, prompt, new_tokens, expected)
             arms = Arm(here, (os.getpid(),)), Arm(there, (os.getpid(), *(server.pid for server in swarm.servers)))
             goal = GOALS.get(count)
             report.figures.append(compare(name, "ms/token", *arms, goal=goal, rounds=rounds, progress=progress))
@@ -57,6 +65,31 @@ def decoding_round(model: PreTrainedModel, prompt: Tensor, new_tokens: int, expe
         return decoded.seconds_per_token
 
     return run
+
+
+def _second_session(directory: Path, model: PreTrainedModel, *, rounds: int, progress: Progress) -> Figure:
+    """Times the first token of two sessions with one prompt, a new one in each round."""
+    times: tuple[list[float], list[float]] = [], []
+    bar = progress.add_task("second session", total=rounds)
+    for number in range(rounds):
+        vocab_size = model.config.vocab_size
+        prompt = prompt_tokens(directory, length=PREFIX_TOKENS, vocab_size=vocab_size, shift=1 + number)
+        for seconds in times:
+            started = time.monotonic()
+            decode(model, prompt, 1)
+            seconds.append(time.monotonic() - started)
+        progress.advance(bar)
+    first, second = (statistics.median(seconds) for seconds in times)
+    return Figure(
+        name=f"first token after {PREFIX_TOKENS} tokens, a second session over the first",
+        unit="ms",
+        local=first * 1e3,
+        swarm=second * 1e3,
+        ratio=second / first,
+        goal=PREFIX_GOAL,
+        goal_is_upper_bound=True,
+        rounds=rounds,
+    )
 
 
 def _idle_memory(swarm: LocalSwarm, local: PreTrainedModel) -> Figure:

@@ -54,6 +54,7 @@ def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     set_patience(monkeypatch, LONG_S)
     monkeypatch.setattr(pipe, "_LEAST_TOKENS", 1)
     monkeypatch.setattr(pipe, "num_chunks", lambda *_: NUM_CHUNKS)
+    monkeypatch.setattr(pipe, "page_size", min)
 
 
 def decode(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
