@@ -78,6 +78,7 @@ def test_help_of_every_command_begins_with_an_imperative() -> None:
         "Host",
         "Let",
         "Make",
+        "Merge",
         "Print",
         "Publish",
         "Serve",
