@@ -140,7 +140,7 @@ class SpanInputs:
     blocks: range
     """Global indices of the blocks to run."""
     hidden: Tensor
-    """``[B, S, D]``; streams of hidden states next to each other, see `flat`."""
+    """``[B, S, D]``; streams of them next to each other, side inputs behind; see `swarm_plugins.columns`."""
     position_ids: Tensor | None = None
     """``[B or 1, S]``, or of several planes, ``[3 or 4, B or 1, S]``. None: consecutive ones after what is cached."""
     attention_mask: Tensor | None = None
@@ -346,19 +346,6 @@ RETURN_FORMS = (0, 1, 2, 3)
 def as_returned(hidden: Tensor, num_returned: int) -> Any:
     """Returns hidden states as layers do: alone if ``num_returned`` is 0, or first in a tuple of so many values."""
     return (hidden, *[None] * (num_returned - 1)) if num_returned else hidden
-
-
-def flat(hidden: Tensor) -> Tensor:
-    """Returns hidden states as they are between blocks, ``[B, S, D]``, if a model keeps several streams of them.
-
-    Such models, with hyper-connections, hand on ``[B, S, streams, width]``.
-    """
-    return hidden.flatten(2) if hidden.ndim > 3 else hidden
-
-
-def in_streams(hidden: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns hidden states, ``[B, S, D]``, in the streams of a model whose own have this shape."""
-    return hidden.unflatten(2, shape[2:]) if len(shape) > 3 else hidden
 
 
 def is_same(one: Tensor, two: Tensor) -> bool:

@@ -52,15 +52,24 @@ def by_name(module_class: type[nn.Module], args: tuple[Any, ...], kwargs: Mappin
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def read_arguments(hidden: Tensor, decoder: Mapping[str, Any], cache: Cache | None) -> Arguments:
+def read_arguments(
+    hidden: Tensor, decoder: Mapping[str, Any], cache: Cache | None, *, has_side_inputs: bool = False
+) -> Arguments:
     """Returns what a server needs; raises UnsupportedError if servers cannot take an argument.
 
     Args:
         hidden: Hidden states of the new tokens.
         decoder: What the decoder was called with, by name.
         cache: Where the tokens before are.
+        has_side_inputs: Whether the decoder makes inputs of layers here, perhaps of numbers that it is given by token.
     """
-    unknown = [name for name, value in decoder.items() if name not in _KNOWN and isinstance(value, Tensor)]
+    unknown = [
+        name
+        for name, value in decoder.items()
+        if name not in _KNOWN
+        and isinstance(value, Tensor)
+        and not (has_side_inputs and value.is_floating_point() and value.shape[:2] == hidden.shape[:2])
+    ]
     if unknown:
         raise UnsupportedError(
             f"remote blocks do not take the tensor argument(s) {', '.join(sorted(unknown))}; leave them out"

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from swarm_plugins.backbone.standin import stand_in_class, turn_into_stand_ins
 from swarm_plugins.block_io import as_returned
+from swarm_plugins.columns import arguments_of
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
@@ -33,7 +34,7 @@ class RemoteDecoderLayer(nn.Module):
         """Returns the block's output, `[batch, length, width]`."""
         # Not by name: some families call it `layer_past`, and without it every token would be the first.
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-        output = self.swarm_stack.run_block(self.swarm_index, hidden_states, cache, kwargs)
+        output = self.swarm_stack.run_block(self.swarm_index, hidden_states, cache, arguments_of(args, kwargs))
         return as_returned(output, self.swarm_stack.num_returned)
 
 

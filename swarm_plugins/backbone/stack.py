@@ -22,9 +22,10 @@ from swarm_plugins.backbone.adapter_reader import AdapterReader
 from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
 from swarm_plugins.backbone.cache import note_failure, run_cached
 from swarm_plugins.backbone.standin import structure_version
-from swarm_plugins.block_io import SpanInputs, SpanOutputs, flat, in_streams, is_same
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, is_same
 from swarm_plugins.borders import NO_TIES
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.columns import Arguments, Columns
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.fallback.stand_in import StandIn
 from swarm_plugins.verification.verifier import make_guard
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 class _Running:
     """A chain's result while it passes through the layer loop."""
 
-    def __init__(self, outputs: SpanOutputs, inputs: SpanInputs, shape: Sequence[int]) -> None:
+    def __init__(self, outputs: SpanOutputs, inputs: SpanInputs, shape: Sequence[int], columns: Columns) -> None:
         self.routers = dict(zip(outputs.router_blocks, outputs.router_logits, strict=True))
-        last = in_streams(outputs.hidden, shape)
-        between = [in_streams(one, shape) for one in outputs.hidden_states]
+        states = (columns.split(one)[0] for one in (*outputs.hidden_states, outputs.hidden))
+        *between, last = (columns.in_streams(one, shape) for one in states)
         self.hidden = [*(between if inputs.collect_hidden else [last] * (len(inputs.blocks) - 1)), last]
         """The output of each block."""
         self.first_block = inputs.blocks.start
@@ -80,6 +81,8 @@ class RemoteStack:
         """How many values the model expects its layers to return in a tuple; 0: a tensor alone."""
         self.takes_ids = False
         """Whether layers are given the ids of tokens."""
+        self.columns = Columns()
+        """What passes between servers."""
         self._remote: RemoteBlocks | None = None
         self._reader: AdapterReader | None = None
         self._local = threading.local()
@@ -135,26 +138,32 @@ class RemoteStack:
         # With it, some families go on between two layers with the last tokens only; their heads cut again.
         kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         self._local.called_with = by_name(type(decoder), args, kwargs)
+        self._local.decoder = decoder
         return args, kwargs
 
     def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         called_with, self._local.called_with, self._local.running = self._called_with or {}, None, None
+        self._local.decoder = None
         cache = next((value for value in called_with.values() if isinstance(value, Cache)), None)
         if output is None and cache is not None:  # it has raised
             note_failure(cache)
 
-    def run_block(self, index: int, hidden: Tensor, cache: Cache | None, kwargs: dict[str, Any]) -> Tensor:
+    def run_block(self, index: int, hidden: Tensor, cache: Cache | None, arguments: Arguments) -> Tensor:
         """Returns the output of one block; the first of a pass runs them all.
 
         Args:
             index: Of the block.
             hidden: Its input.
             cache: That it was called with.
-            kwargs: Other arguments; they count if it was called alone, not by its decoder.
+            arguments: Others; those with a name count if it was called alone, not by its decoder.
 
         Raises:
             UnsupportedError: If hidden states were changed between blocks, or servers cannot return what is wanted.
         """
+        noted: dict[int, Arguments] | None = getattr(self._local, "noted", None)
+        if noted is not None:
+            noted[index] = arguments
+            return hidden
         running: _Running | None = getattr(self._local, "running", None)
         if running is not None and running.next_block == index:
             if running.last is None or not is_same(hidden, running.last):
@@ -165,7 +174,8 @@ class RemoteStack:
                 )
         else:
             blocks = self.blocks if index == self.blocks.start else range(index, index + 1)
-            running = self._run(blocks, hidden, cache, self._called_with or kwargs)
+            named = {name: value for name, value in arguments.items() if isinstance(name, str)}
+            running = self._run(blocks, hidden, cache, self._called_with or named)
         return self._hand_on(running, index)
 
     def _hand_on(self, running: _Running, index: int) -> Tensor:
@@ -184,8 +194,8 @@ class RemoteStack:
             raise UnsupportedError(
                 "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
             )
-        shape, hidden = hidden.shape, flat(hidden)
-        arguments = read_arguments(hidden, called_with, cache)
+        shape, hidden = hidden.shape, self.columns.join(self.columns.flat(hidden), self._side_inputs())
+        arguments = read_arguments(hidden, called_with, cache, has_side_inputs=bool(self.columns.shapes))
         if cache is not None and blocks != self.blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
         if self._reader is None:
@@ -209,7 +219,25 @@ class RemoteStack:
             collect_router="router_logits" in collector,
         )
         outputs = self.remote.forward(inputs) if cache is None else run_cached(self.remote, inputs, cache, offsets)
-        return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape)
+        return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape, self.columns)
+
+    def _side_inputs(self) -> list[Tensor]:
+        """Returns what layers take besides hidden states.
+
+        The first layer is called with its own alone: the decoder runs a second time, over layers that do nothing.
+        """
+        if not self.columns.shapes:
+            return []
+        decoder: nn.Module | None = getattr(self._local, "decoder", None)
+        if decoder is None:
+            raise UnsupportedError("a block of this model was called alone, but blocks share inputs: call its decoder")
+        noted: dict[int, Arguments] = {}
+        self._local.noted = noted
+        try:
+            decoder.forward(**self._called_with or {})
+        finally:
+            self._local.noted = None
+        return self.columns.collect(noted)
 
     @property
     def _called_with(self) -> dict[str, Any] | None:

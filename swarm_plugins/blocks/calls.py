@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from swarm_plugins.block_io import SpanOutputs, as_returned, flat, in_streams
+from swarm_plugins.block_io import SpanOutputs, as_returned
 
 
 class BlockList(nn.ModuleList):
@@ -78,13 +78,31 @@ class SkippedBlock:
 class Entry:
     """The first block of a call: runs on the hidden states that came, whatever the model made before it."""
 
-    def __init__(self, layer: Callable[..., Any], hidden: Tensor) -> None:
+    def __init__(self, layer: Callable[..., Any], came: Callable[[Sequence[int]], Tensor]) -> None:
         self._layer = layer
-        self._hidden = hidden
+        self._came = came
+        """Returns the hidden states that came, in the shape of the model's own."""
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs the block."""
-        return self._layer(in_streams(self._hidden, hidden_states.shape), *args, **kwargs)
+        return self._layer(self._came(hidden_states.shape), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class Given:
+    """A block that gets some arguments from the client, whatever the model made for it."""
+
+    def __init__(self, layer: Callable[..., Any], given: Mapping[int | str, Tensor]) -> None:
+        self._layer = layer
+        self._given = given
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block."""
+        by_name = {name: self._given.get(name, value) for name, value in kwargs.items()}
+        by_place = (self._given.get(place, value) for place, value in enumerate(args))
+        return self._layer(hidden_states, *by_place, **by_name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -102,7 +120,7 @@ class Exit:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Reports its input, and passes it on."""
-        self._seen(flat(hidden_states))
+        self._seen(hidden_states)
         return self._skipped(hidden_states)
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +137,7 @@ class Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block and reports its output."""
         output = self._layer(*args, **kwargs)
-        self._seen(flat(output[0] if isinstance(output, tuple | list) else output))
+        self._seen(output[0] if isinstance(output, tuple | list) else output)
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.adapters.apply import TokenRows, adapter_patches
 from swarm_plugins.blocks.attending import SDPA
-from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, SkippedBlock, Watched
+from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, Given, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
 from swarm_plugins.blocks.masks import masks_of
@@ -27,6 +27,7 @@ from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.blocks.stacked import StackedPast, stacks
 from swarm_plugins.borders import NO_TIES
+from swarm_plugins.columns import Columns
 from swarm_plugins.errors import ConfigError
 
 _CACHES = ("past_key_values", "cache_params")
@@ -49,8 +50,10 @@ class CutModel:
 
     num_returned = 0
     """How many values layers return in a tuple, 0 for a tensor alone; see `probe`."""
+    columns = Columns()
+    """What passes between blocks; see `probe`."""
     hidden_size: int
-    """Width of what passes between blocks; see `probe`."""
+    """Its width; see `probe`."""
 
     def __init__(
         self,
@@ -203,11 +206,17 @@ class CutModel:
         ``ids`` are the token ids, ``[B, S]``. None: the blocks do not depend on them.
         """
         outputs: list[Tensor] = []
-        call.table = self._between_borders(call, hidden, outputs.append)
+        states, sides = self.columns.split(hidden)
+        call.table = self._between_borders(call, states, sides, outputs.append)
         if ids is None:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
         self.run_model(call, ids, mask, positions, past)
-        return outputs[0]
+        if call.between is not None:
+            call.between[:] = [self._joined_with(one, sides) for one in call.between]
+        return self._joined_with(outputs[0], sides)
+
+    def _joined_with(self, hidden: Tensor, sides: Sequence[Tensor]) -> Tensor:
+        return self.columns.join(self.columns.flat(hidden), sides)
 
     def run_model(
         self,
@@ -222,14 +231,18 @@ class CutModel:
             arguments = {"attention_mask": mask, "position_ids": positions, self._cache_name: past}
             self.model(input_ids=ids, use_cache=past is not None, **{k: arguments[k] for k in self._names})
 
-    def _between_borders(self, call: Call, hidden: Tensor, seen: Callable[[Tensor], None]) -> list[Any]:
-        """Returns a call's table with ``hidden`` put in at its first block, and what leaves its last one reported."""
+    def _between_borders(
+        self, call: Call, hidden: Tensor, sides: Sequence[Tensor], seen: Callable[[Tensor], None]
+    ) -> list[Any]:
+        """Returns a call's table with what came put in at its blocks, and what leaves the last one reported."""
         table, blocks = list(call.table), call.blocks
         if blocks.stop < len(table):
             table[blocks.stop] = Exit(table[blocks.stop], seen)
         else:
             table[-1] = Watched(table[-1], seen)
-        table[blocks.start] = Entry(table[blocks.start], hidden)
+        for block in blocks if sides else ():
+            table[block] = Given(table[block], self.columns.given(block, sides))
+        table[blocks.start] = Entry(table[blocks.start], lambda shape: self.columns.in_streams(hidden, shape))
         return table
 
     def _run_single(self, call: Call, blocks: range, hidden: Tensor, positions: Tensor | None, past: Past) -> Tensor:

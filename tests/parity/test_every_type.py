@@ -61,18 +61,19 @@ QUICK = (
     "gemma3",
     "qwen3_5",
     "hy_v4",
-    "gemma4_unified_text",
+    "gemma3n_text",
+    "gemma4_text",
 )
 # One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
 # indexer's keys, no cache at all.
-QUICK_WAYS = ("llama", "openai-gpt", "mamba", "qwen3_5_moe_text", "nemotron_h", "deepseek_v32", "gemma4_unified_text")
+QUICK_WAYS = ("llama", "openai-gpt", "mamba", "qwen3_5_moe_text", "nemotron_h", "deepseek_v32", "gemma3n_text")
 DECODERS = {
     *QUICK,
     *_names("""
         afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet codegen cohere2
         cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v4 diffllama doge dots1
         dots3_note_text ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint
-        gemma gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt_bigcode gpt_neo
+        gemma gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt_bigcode gpt_neo
         gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
         helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text internlm3 iquestcoder jais2
         jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba2 mellum
@@ -83,7 +84,7 @@ DECODERS = {
     """),
     # Language models in checkpoints with towers for images or sound.
     *_names("""
-        dots3_note fuyu gemma3 gemma4_unified got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5
+        dots3_note fuyu gemma3 gemma4 gemma4_unified got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5
         qwen3_5_moe qwen4_exp
     """),
 }
@@ -97,8 +98,7 @@ WORKS = {*DECODERS, *ENCODERS}
 
 REFUSED = _reasons({
     "do not run apart from each other": "reformer",
-    "gives its layers hidden states of shape": "cpmant gemma3n_text xlnet",
-    "take more than hidden states": "gemma4 gemma4_text",
+    "gives its layers hidden states of shape": "cpmant xlnet",
     "hands on more than hidden states": "zaya",
     "do not run with the caches of a server": "minimax rwkv xlstm",
     "cannot be served": "moshi recurrent_gemma",

@@ -20,8 +20,8 @@ def takes_ids(cut: CutModel, hidden: Tensor) -> bool:
     name, output = type(cut.model).__name__, run(cut, hidden)
     if not bool(output.isfinite().all()):
         raise UnsupportedError(
-            f"blocks of {name} take more than hidden states: what it computes from its embeddings goes into several of "
-            "them; use a model of another family"
+            f"blocks of {name} take more than hidden states and numbers by token: what else it computes from its "
+            "embeddings goes into several of them; use a model of another family"
         )
     call = Call(blocks=cut.blocks, table=cut.table(cut.blocks), attention=cut.attention)
     # Many of them: some tokens may have the same experts.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarm_plugins.block_io import RETURN_FORMS, as_returned
 from swarm_plugins.blocks.calls import Call, SkippedBlock, Watched
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.eager import EAGER
-from swarm_plugins.blocks.probing.runs import FAULTS
+from swarm_plugins.blocks.probing.runs import FAULTS, SEED, random
+from swarm_plugins.columns import Arguments, Columns, arguments_of, find_columns
 from swarm_plugins.errors import UnsupportedError, one_line
 
 
@@ -32,40 +33,60 @@ class _First(SkippedBlock):
         raise _Reached(hidden_states.shape)
 
 
-def width(cut: CutModel) -> int:
-    """Returns the width of the hidden states that the model makes for its first layer: of all its streams."""
+class _Noting(SkippedBlock):
+    """A block that notes its arguments, and hands on nothing that comes from the embeddings."""
+
+    def __init__(self, original: nn.Module, num_returned: int, noted: list[Arguments]) -> None:
+        super().__init__(original, num_returned)
+        self._noted = noted
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._noted.append(arguments_of(args, kwargs))
+        return super().__call__(torch.zeros_like(hidden_states))
+
+
+def own_shape(cut: CutModel) -> Sequence[int]:
+    """Returns the shape of the hidden states that the model makes of 3 tokens for its first layer."""
     shape: Sequence[int] = ()
     call = Call(blocks=cut.blocks, table=[_First(layer, 0) for layer in cut.layers], attention=cut.attention)
     try:
         cut.run_model(call, torch.zeros(1, 3, dtype=torch.long, device=cut.device))
     except _Reached as reached:
         shape = reached.shape
-    if tuple(shape[:2]) != (1, 3) or len(shape) < 3:
+    if len(shape) < 3 or (1, 3) not in (tuple(shape[:2]), tuple(shape[1:-1])):
         raise UnsupportedError(
             f"{type(cut.model).__name__} gives its layers hidden states of shape {list(shape)}, not [batch, length, "
             "...]: use a model of another family"
         )
-    return math.prod(shape[2:])
+    return shape
 
 
-def num_returned_by_any(cut: CutModel, hidden: Tensor) -> int:
-    """Returns how many values layers return; sets ``cut.attention`` to the family's own if they take masks apart."""
+def learn_form(cut: CutModel) -> Tensor:
+    """Finds out what passes between layers, and returns random values of it for 3 tokens.
+
+    Sets ``cut.num_returned``, ``cut.columns``, ``cut.hidden_size``, and ``cut.attention`` to the family's own if its
+    layers take masks apart.
+    """
+    shape = own_shape(cut)
     try:
-        return _num_returned(cut, hidden)
+        return _learn_form(cut, shape)
     except UnsupportedError:
         if cut.attention != EAGER:
             raise
         cut.attention = "eager"
-        return _num_returned(cut, hidden)
+        return _learn_form(cut, shape)
 
 
-def _num_returned(cut: CutModel, hidden: Tensor) -> int:
-    """Returns how many values layers return: where others are skipped, the model goes on with what they return."""
+def _learn_form(cut: CutModel, shape: Sequence[int]) -> Tensor:
+    """Tries how many values layers return: where others are skipped, the model goes on with what they return."""
     name, reasons = type(cut.model).__name__, []
     for number in RETURN_FORMS:
         cut.num_returned = number
         seen: list[Any] = []
         try:
+            cut.columns = _columns(cut, shape)
+            cut.hidden_size = math.prod(shape) // 3 + cut.columns.width
+            hidden = random(cut, torch.Generator().manual_seed(SEED), 1, 3)
             _run_seen(cut, cut.blocks, hidden, _Whole, seen)
         except FAULTS as exc:
             reasons.append(one_line(exc, with_kind=True))
@@ -78,10 +99,19 @@ def _num_returned(cut: CutModel, hidden: Tensor) -> int:
         has_more = any(isinstance(one, Tensor) for values in returned for one in values[1:])
         if has_more and not _ignores_more(cut, hidden):
             raise UnsupportedError(f"a block of {name} hands on more than hidden states: use a model of another family")
-        return number
+        return hidden
     raise UnsupportedError(
         f"the blocks of {name} do not run apart from each other ({reasons[0]}): use a model of another family"
     )
+
+
+def _columns(cut: CutModel, shape: Sequence[int]) -> Columns:
+    """Returns what passes between layers: what is made of the embeddings, whose values are absent, is NaN."""
+    noted: list[Arguments] = []
+    table = [_Noting(layer, cut.num_returned, noted) for layer in cut.layers]
+    call = Call(blocks=cut.blocks, table=table, attention=cut.attention)
+    cut.run_model(call, torch.zeros(1, 3, dtype=torch.long, device=cut.device))
+    return find_columns((1, 3), shape, dict(enumerate(noted)), lambda block, key, value: bool(value.isnan().any()))
 
 
 class _Whole(Watched):

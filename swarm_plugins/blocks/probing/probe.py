@@ -12,10 +12,9 @@ from swarm_plugins.blocks.kv import BlockKV
 from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.blocks.probing.arguments import mask_kinds, position_planes, takes_ids
 from swarm_plugins.blocks.probing.called import never_called
-from swarm_plugins.blocks.probing.form import num_returned_by_any, width
+from swarm_plugins.blocks.probing.form import learn_form
 from swarm_plugins.blocks.probing.layouts import layouts_of
 from swarm_plugins.blocks.probing.packs import packing_of, takes_several
-from swarm_plugins.blocks.probing.runs import SEED, random
 
 
 class Traits(NamedTuple):
@@ -40,15 +39,13 @@ class Traits(NamedTuple):
 def probe(cut: CutModel) -> Traits:
     """Runs a model to learn what it caches and how sessions can share a forward.
 
-    Sets ``cut.hidden_size``, ``cut.num_returned``, and ``cut.attention`` if it does not fit the model.
+    Sets ``cut.columns``, ``cut.hidden_size``, ``cut.num_returned``, and ``cut.attention`` if it does not fit the model.
 
     Raises:
         UnsupportedError: If blocks depend on more than hidden states, or do without attention.
     """
     with torch.no_grad():
-        cut.hidden_size = width(cut)
-        hidden = random(cut, torch.Generator().manual_seed(SEED), 1, 3)
-        cut.num_returned = num_returned_by_any(cut, hidden)
+        hidden = learn_form(cut)
         are_ids_taken = takes_ids(cut, hidden)
         layouts = layouts_of(cut, hidden)
         return Traits(

@@ -186,7 +186,8 @@ class Adding(LlamaDecoderLayer):
 @pytest.mark.parametrize(
     ("extra", "found"),
     [
-        pytest.param(lambda model, ids: model.embed_tokens(ids), "refused", id="embeddings"),
+        pytest.param(lambda model, ids: model.embed_tokens(ids), "side input", id="embeddings"),
+        pytest.param(lambda model, ids: model.embed_tokens(ids).mean(1, keepdim=True), "refused", id="of-no-token"),
         pytest.param(lambda model, ids: ids[..., None], "takes ids", id="ids"),
         # As a table in which some tokens have the same experts.
         pytest.param(lambda model, ids: (ids > 100)[..., None], "takes ids", id="few-ids"),
@@ -210,5 +211,8 @@ def test_what_blocks_take_besides_hidden_states_is_found_out(extra: Callable[[An
     if found == "refused":
         with pytest.raises(UnsupportedError, match="blocks of Feeding take more than hidden states"):
             probe(cut)
-    else:
-        assert probe(cut).takes_ids == (found == "takes ids")
+        return
+    assert probe(cut).takes_ids == (found == "takes ids")
+    is_taken = found == "side input"
+    assert cut.columns.taken == ({block: {"extra": 0} for block in range(len(model.layers))} if is_taken else {})
+    assert cut.hidden_size == WIDTH * (1 + is_taken)

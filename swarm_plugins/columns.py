@@ -1,0 +1,120 @@
+"""The one tensor that travels between servers: hidden states and, in further columns, what layers take besides.
+
+Some layers take what a model makes of its embeddings: an input for each layer (Gemma 3n, Gemma 4), or the embeddings
+again (Zamba). Only the client can make these *side inputs*. They travel behind the hidden states, and each server hands
+them on as they came, so the gradient that comes back to the client is the sum over all servers.
+
+Client and servers find the same columns by themselves: both run the family's own forward over layers that do nothing,
+and see with what they are called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.block_io import is_same
+
+Arguments = Mapping[int | str, Any]
+"""What a layer is called with behind its hidden states, by position or by name."""
+
+
+def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """Returns the arguments of a call."""
+    arguments: dict[int | str, Any] = dict(enumerate(args))
+    arguments.update(kwargs.items())
+    return arguments
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the tensor between servers, ``[B, S, D]``, is made of hidden states and side inputs."""
+
+    are_streams_first: bool = False
+    """Whether a model keeps streams of hidden states as ``[streams, B, S, width]``, not ``[B, S, streams, width]``."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of each side input, behind ``[B, S]``."""
+    taken: Mapping[int, Mapping[int | str, int]] = field(default_factory=dict)
+    """By block and argument: which side input it is."""
+
+    @property
+    def width(self) -> int:
+        """Columns of all side inputs."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def flat(self, hidden: Tensor) -> Tensor:
+        """Returns hidden states of a model, whose streams stand next to each other then, ``[B, S, D]``."""
+        if hidden.ndim == 3:
+            return hidden
+        return (hidden.movedim(0, 2) if self.are_streams_first else hidden).flatten(2)
+
+    def in_streams(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns hidden states, ``[B, S, D]``, as a model has them whose own are of this shape."""
+        if len(shape) == 3:
+            return hidden
+        own = (shape[0], *shape[3:]) if self.are_streams_first else tuple(shape[2:])
+        streams: Tensor = hidden.unflatten(2, own)
+        return streams.movedim(2, 0) if self.are_streams_first else streams
+
+    def join(self, hidden: Tensor, sides: Sequence[Tensor]) -> Tensor:
+        """Returns the tensor that travels, given hidden states ``[B, S, D]``."""
+        if not sides:
+            return hidden
+        return torch.cat([hidden, *(one.flatten(2).to(hidden) for one in sides)], dim=2)
+
+    def split(self, joined: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Returns hidden states, ``[B, S, D]``, and side inputs of a tensor that has travelled."""
+        if not self.shapes:
+            return joined, []
+        sizes = [math.prod(shape) for shape in self.shapes]
+        hidden, *sides = joined.split([joined.shape[2] - sum(sizes), *sizes], dim=2)
+        return hidden, [one.unflatten(2, shape) for one, shape in zip(sides, self.shapes, strict=True)]
+
+    def given(self, block: int, sides: Sequence[Tensor]) -> dict[int | str, Tensor]:
+        """Returns the arguments of a block that are side inputs."""
+        return {key: sides[index] for key, index in self.taken.get(block, {}).items()}
+
+    def collect(self, calls: Mapping[int, Arguments]) -> list[Tensor]:
+        """Returns the side inputs in the arguments of all blocks.
+
+        Raises:
+            KeyError: If a block, or an argument, was not given.
+        """
+        sides = {index: calls[block][key] for block, keys in self.taken.items() for key, index in keys.items()}
+        return [sides[index] for index in range(len(self.shapes))]
+
+
+def find_columns(
+    tokens: Sequence[int],
+    shape: Sequence[int],
+    calls: Mapping[int, Arguments],
+    is_side: Callable[[int, int | str, Tensor], bool],
+) -> Columns:
+    """Finds out how a model calls its layers.
+
+    Args:
+        tokens: Rows and tokens that it is given, of different numbers.
+        shape: Of the hidden states that its first layer gets.
+        calls: The arguments of each layer.
+        is_side: Whether an argument is made of embeddings.
+    """
+    found: list[Tensor] = []
+    taken: dict[int, dict[int | str, int]] = {}
+    for block, arguments in calls.items():
+        for key, value in arguments.items():
+            is_like = isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == tuple(tokens)
+            if not is_like or not is_side(block, key, value):
+                continue
+            index = next((index for index, one in enumerate(found) if is_same(one, value)), len(found))
+            found[index:] = found[index:] or [value]
+            taken.setdefault(block, {})[key] = index
+    return Columns(
+        are_streams_first=tuple(shape[:2]) != tuple(tokens),
+        shapes=tuple(tuple(one.shape[2:]) for one in found),
+        taken=taken,
+    )
