@@ -29,6 +29,7 @@ from swarm_plugins.checkpoint import (
 from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.loading import config_for, take_generation_config
 from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.ties import untie
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.weights.heads import quicken_head
 from swarm_plugins.weights.published.placing import place, plain_names
@@ -73,6 +74,11 @@ def load_remote(
         placing = place(published, outline, {name: name for name in (*share, *local)})
         share, local = plain_names(placing, share), plain_names(placing, local)
     own = [name for name in share if conversions.is_known(conversions.target(name)[0])]
+
+    def trim(model: PreTrainedModel) -> None:
+        make_remote(find_layers(model), stack, device)
+        untie(model, path)
+
     tensors = checkpoint.read([*own, *local], what=_SHARE + (_LOCAL if local else ""))
     if placing is not None:
         # What is packed here as well is widened: a head, blocks at the ends.
@@ -83,7 +89,7 @@ def load_remote(
         tensors,
         "auto" if dtype is None else dtype,
         name,
-        trim=lambda model: make_remote(find_layers(model), stack, device),
+        trim=trim,
         may_lack=lambda weight: not weight.startswith(f"{path}."),
     )
     model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper lacks the signature

@@ -33,6 +33,7 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out
 from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.config import OffloadConfig
@@ -195,6 +196,7 @@ class _BlockLoader:
             kept = [layer if index in blocks else Passing(layer) for index, layer in layers]
             model.set_submodule(self.path, BlockList(kept))
             take_out(model, self.path)
+            untie(model, self.path, blocks)
             if self.moe is not None:
                 empty_modules(module for module in model.modules() if is_fused_experts(module))
                 leave_out(model, _quantized_linears(self.moe, self.path, blocks).values())
@@ -237,14 +239,24 @@ class _BlockLoader:
 
     def _names(self, blocks: range) -> list[str]:
         names = block_tensors(self.checkpoint, self.path, blocks)
+        names += [name for name in self._shared(blocks) if name not in names]
         if self.moe is None:
             return names
         others = frozenset(self.moe.others)
         return [name for name in names if name in others]
 
     def _read(self, names: Sequence[str], blocks: range, progress: bool) -> dict[str, Tensor]:
-        tensors = self.checkpoint.read(names, progress=progress, what=f"blocks {blocks.start}:{blocks.stop}")
-        return {self._spelled(name): tensor for name, tensor in tensors.items()}
+        read = self.checkpoint.read(names, progress=progress, what=f"blocks {blocks.start}:{blocks.stop}")
+        tensors = {self._spelled(name): tensor for name, tensor in read.items()}
+        path = f"{self.base_class.base_model_prefix}.{self.path}"
+        for name, targets in self._shared(blocks).items():
+            # None if it is packed: then the parameters are missed.
+            if name in read:
+                tensors.update((f"{path}.{one}", read[name]) for one in targets)
+        return tensors
+
+    def _shared(self, blocks: range) -> dict[str, list[str]]:
+        return shared_with_others(self.checkpoint, self.outline, self.path, blocks)
 
     def _spelled(self, name: str) -> str:
         # HF's conversions are written for the names of a whole causal language model.

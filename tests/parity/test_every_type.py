@@ -63,6 +63,7 @@ QUICK = (
     "hy_v4",
     "gemma3n_text",
     "gemma4_text",
+    "zamba2",
 )
 # One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
 # indexer's keys, no cache at all.
@@ -80,7 +81,7 @@ DECODERS = {
         mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
         modernbert-decoder mpt nanochat nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe qwen2
         qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open
-        starcoder2 vaultgemma xglm youtu
+        starcoder2 vaultgemma xglm youtu zamba
     """),
     # Language models in checkpoints with towers for images or sound.
     *_names("""
@@ -103,7 +104,6 @@ REFUSED = _reasons({
     "do not run with the caches of a server": "minimax rwkv xlstm",
     "cannot be served": "moshi recurrent_gemma",
     "lacks .*: fetch it again": "gemma3n inkling2_text",
-    "tensors that do not fit its config": "zamba zamba2",
     "lists of decoder layers": "git hrm_text",
     "has no number of decoder layers": "blt",
     "transformers has no model for model_type": "emu3 mllama",
