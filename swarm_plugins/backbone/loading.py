@@ -28,6 +28,7 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.loading import config_for, take_generation_config
+from swarm_plugins.checkpoint.outline import build_outline
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.checkpoint.ties import untie
 from swarm_plugins.errors import ConfigError
@@ -55,7 +56,8 @@ def load_remote(
     """Returns a model of HF's ``base_class`` whose decoder layers are remote; see ``from_pretrained``.
 
     Raises:
-        CheckpointError: If a tensor cannot be read or has a wrong shape.
+        CheckpointError: If a tensor cannot be read or has a wrong shape, or the config is wrong.
+        UnsupportedError: If the model needs a package that is not installed.
     """
     published = Published.of(checkpoint)
     config = config_for(base_class, copy.deepcopy(checkpoint.config))
@@ -64,8 +66,7 @@ def load_remote(
         del config.quantization_config
     for setting, value in config_changes.items():
         setattr(config, setting, value)
-    with torch.device("meta"):
-        outline = base_class(config)
+    outline = build_outline(base_class, config, torch.float32, name)
     path, conversions = layer_list_name(outline), Conversions(outline)
     # Not the tower of a checkpoint whose language model alone is asked for.
     share, local = client_tensors(checkpoint, path), _local_tensors(checkpoint, path, stack.blocks)

@@ -32,6 +32,7 @@ WHY = {
     "do not run with the caches of a server": "it has a cache of its own kind",
     "cannot be served": "its states or windows are kept outside the caches that servers have",
     "lacks .*: fetch it again": "its checkpoint keeps weights of blocks elsewhere",
+    "needs another package": "its tower needs the package timm: with it, as `gemma3n_text`",
     "lists of decoder layers": "it has several lists of layers",
     "has no number of decoder layers": "its layers run on patches of bytes",
     "transformers has no model for model_type": "transformers has no class for its language model alone",
