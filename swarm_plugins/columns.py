@@ -4,6 +4,9 @@ Some layers take what a model makes of its embeddings: an input for each layer (
 again (Zamba). Only the client can make these *side inputs*. They travel behind the hidden states, and each server hands
 them on as they came, so the gradient that comes back to the client is the sum over all servers.
 
+What a layer hands on to the next one in the same way, such as the state of Zaya's routers, is *carried*: it travels in
+columns as well, which are zero before the first block, and each server puts its own in the place of what came.
+
 Client and servers find the same columns by themselves: both run the family's own forward over layers that do nothing,
 and see with what they are called.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,13 +41,15 @@ class Columns:
     are_streams_first: bool = False
     """Whether a model keeps streams of hidden states as ``[streams, B, S, width]``, not ``[B, S, streams, width]``."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of each side input, behind ``[B, S]``."""
+    """Of what is carried and of each side input, behind ``[B, S]``."""
     taken: Mapping[int, Mapping[int | str, int]] = field(default_factory=dict)
     """By block and argument: which side input it is."""
+    carried: Mapping[int | str, int] = field(default_factory=dict)
+    """By argument of each layer but the first: the place of it in what the layer before returns. The first shapes."""
 
     @property
     def width(self) -> int:
-        """Columns of all side inputs."""
+        """Columns behind the hidden states."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def flat(self, hidden: Tensor) -> Tensor:
@@ -75,18 +80,38 @@ class Columns:
         hidden, *sides = joined.split([joined.shape[2] - sum(sizes), *sizes], dim=2)
         return hidden, [one.unflatten(2, shape) for one, shape in zip(sides, self.shapes, strict=True)]
 
-    def given(self, block: int, sides: Sequence[Tensor]) -> dict[int | str, Tensor]:
-        """Returns the arguments of a block that are side inputs."""
-        return {key: sides[index] for key, index in self.taken.get(block, {}).items()}
+    def given(self, block: int, sides: Sequence[Tensor], *, is_entry: bool = False) -> dict[int | str, Tensor]:
+        """Returns the arguments of a block that have travelled; what is carried only to the first one of a server."""
+        carried = self.carried if is_entry and block else ()
+        found = dict(zip(carried, sides, strict=False))
+        return found | {key: sides[index] for key, index in self.taken.get(block, {}).items()}
 
-    def collect(self, calls: Mapping[int, Arguments]) -> list[Tensor]:
-        """Returns the side inputs in the arguments of all blocks.
+    def returned(self, hidden: Tensor, arguments: Arguments) -> dict[int, Tensor]:
+        """Returns what a layer has returned, by place, given what the next one is called with."""
+        return {0: hidden, **{place: arguments[key] for key, place in self.carried.items()}}
+
+    def after(self, returned: Any, sides: Sequence[Tensor]) -> Tensor:
+        """Returns the tensor that travels on behind a layer that has returned this."""
+        hidden = returned if isinstance(returned, Tensor) else returned[0]
+        carried = [returned[place] for place in self.carried.values()]
+        return self.join(self.flat(hidden), [*carried, *sides[len(carried) :]])
+
+    def collect(self, calls: Mapping[int, Arguments], hidden: Tensor) -> list[Tensor]:
+        """Returns what travels behind the hidden states before the first block, given the arguments of all blocks.
 
         Raises:
             KeyError: If a block, or an argument, was not given.
         """
         sides = {index: calls[block][key] for block, keys in self.taken.items() for key, index in keys.items()}
+        sides |= {index: hidden.new_zeros(*hidden.shape[:2], *self.shapes[index]) for index in range(len(self.carried))}
         return [sides[index] for index in range(len(self.shapes))]
+
+    def with_carried(self, carried: Mapping[int | str, int], shapes: Sequence[tuple[int, ...]]) -> Columns:
+        """Returns the columns for layers that hand on more, of these shapes."""
+        taken = {
+            block: {key: index + len(carried) for key, index in keys.items()} for block, keys in self.taken.items()
+        }
+        return replace(self, carried=carried, shapes=(*shapes, *self.shapes), taken=taken)
 
 
 def find_columns(
@@ -118,3 +143,8 @@ def find_columns(
         shapes=tuple(tuple(one.shape[2:]) for one in found),
         taken=taken,
     )
+
+
+def find_carried(handed: Sequence[Tensor], arguments: Arguments) -> dict[int | str, int]:
+    """Returns which of the values that a layer has returned behind its hidden states the next one is called with."""
+    return {key: place for place, one in enumerate(handed, 1) for key, value in arguments.items() if value is one}

@@ -34,8 +34,8 @@ class RemoteDecoderLayer(nn.Module):
         """Returns the block's output, `[batch, length, width]`."""
         # Not by name: some families call it `layer_past`, and without it every token would be the first.
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-        output = self.swarm_stack.run_block(self.swarm_index, hidden_states, cache, arguments_of(args, kwargs))
-        return as_returned(output, self.swarm_stack.num_returned)
+        output: Any = self.swarm_stack.run_block(self.swarm_index, hidden_states, cache, arguments_of(args, kwargs))
+        return output if isinstance(output, tuple) else as_returned(output, self.swarm_stack.num_returned)
 
 
 def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:

@@ -104,7 +104,9 @@ def load_remote(
         # transformers refuses drafts for models with states; servers take states back.
         model._is_stateful = False
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
-    probe_layer_loop(model.base_model, stack, device)
+    if outline._can_set_experts_implementation():
+        outline.set_experts_implementation("batched_mm")  # needs no values to know shapes
+    probe_layer_loop(model.base_model, stack, device, find_layers(outline)[0])
     take_generation_config(model, checkpoint)
     quicken_head(model)
     return model

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from swarm_plugins.block_io import RETURN_FORMS, is_same
-from swarm_plugins.columns import Arguments, Columns, find_columns
+from swarm_plugins.columns import Arguments, Columns, find_carried, find_columns
 from swarm_plugins.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,26 +26,39 @@ class _Watch:
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
-        self.shape: Sequence[int] = ()
+        self.first: Tensor | None = None
+        """What the first block is called with."""
+        self.handed: Sequence[Tensor] = ()
+        """What the first block returns behind hidden states."""
         self.calls: list[int] = []
         self.arguments: dict[int, Arguments] = {}
         self.last: Tensor | None = None
         self.are_ids_given = False
 
-    def run_block(self, index: int, hidden: Tensor, cache: Any, arguments: Arguments) -> Tensor:
+    def run_block(self, index: int, hidden: Tensor, cache: Any, arguments: Arguments) -> Any:
         self.are_ids_given |= any(value is self.ids for value in arguments.values())
         if self.last is not None and not is_same(hidden, self.last):
             raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
         self.calls.append(index)
         self.arguments[index] = arguments
-        self.shape = self.shape or hidden.shape
         # A new tensor, like a server's answer, that does not depend on the embeddings.
         self.last = torch.zeros_like(hidden)
+        if self.first is None:
+            self.first = hidden
+            return (self.last, *self.handed) if self.handed else self.last
         return self.last
 
 
-def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device | str) -> None:
-    """Calls the base model once, with blocks that return their input; notes what it gives them and expects of them.
+def probe_layer_loop(
+    base: nn.Module, stack: RemoteStack, device: torch.device | str, twin: nn.Module | None = None
+) -> None:
+    """Calls the base model, with blocks that do nothing; notes what it gives them and expects of them.
+
+    Args:
+        base: The model.
+        stack: Its remote blocks, which learn it.
+        device: Of the model.
+        twin: The first block on the meta device: tells the shape of what layers hand on. None: they hand on nothing.
 
     Raises:
         UnsupportedError: If the model's forward does something servers do not know about.
@@ -59,7 +73,7 @@ def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device |
             continue
         if watch.calls == list(stack.blocks):
             stack.takes_ids = watch.are_ids_given
-            stack.columns = _columns(base, stack, watch)
+            stack.columns = _columns(base, stack, watch, twin)
             return
         reasons.append(f"blocks are called in the order {watch.calls}")
     raise UnsupportedError(
@@ -79,18 +93,51 @@ def _run(base: nn.Module, stack: RemoteStack, watch: _Watch) -> None:
         raise UnsupportedError(f"its output has shape {list(output[0].shape)}")
 
 
-def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch) -> Columns:
+def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch, twin: nn.Module | None) -> Columns:
     """Returns what passes between servers: side inputs are other ones for other tokens."""
+    first = watch.first
+    if first is None:
+        return Columns()
     other = _Watch(watch.ids + torch.arange(1, 4, device=watch.ids.device))
     _run(base, stack, other)
 
     def is_side(block: int, key: int | str, value: Tensor) -> bool:
         return not torch.equal(value, other.arguments[block][key])
 
-    columns = find_columns(watch.ids.shape, watch.shape, watch.arguments, is_side)
+    columns = find_columns(watch.ids.shape, first.shape, watch.arguments, is_side)
+    carried = _carried(base, stack, watch.ids) if twin is not None else {}
+    if twin is not None and carried:
+        returned = _on_meta(twin, first, watch.arguments[stack.blocks.start])
+        columns = columns.with_carried(carried, [tuple(returned[place].shape[2:]) for place in carried.values()])
     if columns.shapes and any(stack.local_blocks):
         raise UnsupportedError(
             f"local_blocks={stack.local_blocks} cannot work with {type(base).__name__}, whose layers take more than "
             "hidden states: leave all blocks to servers (local_blocks=(0, 0))"
         )
     return columns
+
+
+def _carried(base: nn.Module, stack: RemoteStack, ids: Tensor) -> dict[int | str, int]:
+    """Returns what each block hands on to the next one. What is handed on to tied blocks does not travel."""
+    watch, first = _Watch(ids), stack.blocks.start
+    watch.handed = [torch.zeros(1, 3, 1, device=ids.device) for _ in range(1, stack.num_returned)]
+    if not watch.handed or stack.tied:
+        return {}
+    try:
+        _run(base, stack, watch)
+    except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return {}
+    return find_carried(watch.handed, watch.arguments.get(first + 1, {}))
+
+
+def _on_meta(layer: nn.Module, hidden: Tensor, arguments: Arguments) -> Any:
+    """Returns what a layer returns, without values."""
+
+    def on_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    hidden, arguments = tree_map(on_meta, (hidden, dict(arguments)))
+    places = [value for key, value in arguments.items() if isinstance(key, int)]
+    names = {key: value for key, value in arguments.items() if isinstance(key, str)}
+    with torch.no_grad():
+        return layer(hidden, *places, **names)

@@ -194,7 +194,8 @@ class RemoteStack:
             raise UnsupportedError(
                 "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
             )
-        shape, hidden = hidden.shape, self.columns.join(self.columns.flat(hidden), self._side_inputs())
+        shape, hidden = hidden.shape, self.columns.flat(hidden)
+        hidden = self.columns.join(hidden, self._further(hidden))
         arguments = read_arguments(hidden, called_with, cache, has_side_inputs=bool(self.columns.shapes))
         if cache is not None and blocks != self.blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
@@ -221,13 +222,13 @@ class RemoteStack:
         outputs = self.remote.forward(inputs) if cache is None else run_cached(self.remote, inputs, cache, offsets)
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape, self.columns)
 
-    def _side_inputs(self) -> list[Tensor]:
+    def _further(self, hidden: Tensor) -> list[Tensor]:
         """Returns what layers take besides hidden states.
 
         The first layer is called with its own alone: the decoder runs a second time, over layers that do nothing.
         """
-        if not self.columns.shapes:
-            return []
+        if not self.columns.taken:
+            return self.columns.collect({}, hidden)
         decoder: nn.Module | None = getattr(self._local, "decoder", None)
         if decoder is None:
             raise UnsupportedError("a block of this model was called alone, but blocks share inputs: call its decoder")
@@ -237,7 +238,7 @@ class RemoteStack:
             decoder.forward(**self._called_with or {})
         finally:
             self._local.noted = None
-        return self.columns.collect(noted)
+        return self.columns.collect(noted, hidden)
 
     @property
     def _called_with(self) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from swarm_plugins.block_io import SpanOutputs, as_returned
+from swarm_plugins.columns import Arguments, arguments_of
 
 
 class BlockList(nn.ModuleList):
@@ -109,18 +110,18 @@ class Given:
 
 
 class Exit:
-    """The skipped block behind the last one of a call: reports what that hands on to ``seen``.
+    """The skipped block behind the last one of a call: reports to ``seen`` what it is called with.
 
     So what a model computes between two blocks is computed with the one before.
     """
 
-    def __init__(self, skipped: SkippedBlock, seen: Callable[[Tensor], None]) -> None:
+    def __init__(self, skipped: SkippedBlock, seen: Callable[[Tensor, Arguments], None]) -> None:
         self._skipped = skipped
         self._seen = seen
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Reports its input, and passes it on."""
-        self._seen(hidden_states)
+        self._seen(hidden_states, arguments_of(args, kwargs))
         return self._skipped(hidden_states)
 
     def __getattr__(self, name: str) -> Any:
@@ -128,16 +129,16 @@ class Exit:
 
 
 class Watched:
-    """A block that reports its output to ``seen``."""
+    """A block that reports to ``seen`` what it returns."""
 
-    def __init__(self, layer: Callable[..., Any], seen: Callable[[Tensor], None]) -> None:
+    def __init__(self, layer: Callable[..., Any], seen: Callable[[Any], None]) -> None:
         self._layer = layer
         self._seen = seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block and reports its output."""
+        """Runs the block and reports what it returns."""
         output = self._layer(*args, **kwargs)
-        self._seen(output[0] if isinstance(output, tuple | list) else output)
+        self._seen(output)
         return output
 
     def __getattr__(self, name: str) -> Any:

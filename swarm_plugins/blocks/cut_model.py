@@ -205,18 +205,15 @@ class CutModel:
 
         ``ids`` are the token ids, ``[B, S]``. None: the blocks do not depend on them.
         """
-        outputs: list[Tensor] = []
+        outputs: list[Any] = []
         states, sides = self.columns.split(hidden)
         call.table = self._between_borders(call, states, sides, outputs.append)
         if ids is None:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
         self.run_model(call, ids, mask, positions, past)
         if call.between is not None:
-            call.between[:] = [self._joined_with(one, sides) for one in call.between]
-        return self._joined_with(outputs[0], sides)
-
-    def _joined_with(self, hidden: Tensor, sides: Sequence[Tensor]) -> Tensor:
-        return self.columns.join(self.columns.flat(hidden), sides)
+            call.between[:] = [self.columns.after(one, sides) for one in call.between]
+        return self.columns.after(outputs[0], sides)
 
     def run_model(
         self,
@@ -232,16 +229,17 @@ class CutModel:
             self.model(input_ids=ids, use_cache=past is not None, **{k: arguments[k] for k in self._names})
 
     def _between_borders(
-        self, call: Call, hidden: Tensor, sides: Sequence[Tensor], seen: Callable[[Tensor], None]
+        self, call: Call, hidden: Tensor, sides: Sequence[Tensor], seen: Callable[[Any], None]
     ) -> list[Any]:
         """Returns a call's table with what came put in at its blocks, and what leaves the last one reported."""
         table, blocks = list(call.table), call.blocks
         if blocks.stop < len(table):
-            table[blocks.stop] = Exit(table[blocks.stop], seen)
+            table[blocks.stop] = Exit(table[blocks.stop], lambda *called: seen(self.columns.returned(*called)))
         else:
             table[-1] = Watched(table[-1], seen)
         for block in blocks if sides else ():
-            table[block] = Given(table[block], self.columns.given(block, sides))
+            given = self.columns.given(block, sides, is_entry=block == blocks.start)
+            table[block] = Given(table[block], given) if given else table[block]
         table[blocks.start] = Entry(table[blocks.start], lambda shape: self.columns.in_streams(hidden, shape))
         return table
 
@@ -292,10 +290,11 @@ class CutModel:
     def _watched_table(
         self, blocks: range, between: list[Tensor] | None, boundary: Callable[[], None] | None
     ) -> list[Any]:
-        def seen(hidden: Tensor) -> None:
+        def seen(returned: Any) -> None:
             if between is not None:
-                between.append(hidden)
+                between.append(returned)
             if boundary is not None:
+                hidden = returned if isinstance(returned, Tensor) else returned[0]
                 if hidden.requires_grad:
                     hidden.register_hook(lambda _: boundary())
                 boundary()

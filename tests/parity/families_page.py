@@ -28,7 +28,6 @@ PAGE = Path(__file__).parent.parent.parent / "docs/reference/families.md"
 WHY = {
     "do not run apart from each other": "layers hand on more than hidden states",
     "gives its layers hidden states of shape": "hidden states have other tokens or another order of axes",
-    "hands on more than hidden states": "layers hand on more than hidden states",
     "do not run with the caches of a server": "it has a cache of its own kind",
     "cannot be served": "its states or windows are kept outside the caches that servers have",
     "lacks .*: fetch it again": "its checkpoint keeps weights of blocks elsewhere",

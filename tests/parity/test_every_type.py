@@ -64,6 +64,7 @@ QUICK = (
     "gemma3n_text",
     "gemma4_text",
     "zamba2",
+    "zaya",
 )
 # One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
 # indexer's keys, no cache at all.
@@ -100,7 +101,6 @@ WORKS = {*DECODERS, *ENCODERS}
 REFUSED = _reasons({
     "do not run apart from each other": "reformer",
     "gives its layers hidden states of shape": "cpmant xlnet",
-    "hands on more than hidden states": "zaya",
     "do not run with the caches of a server": "minimax rwkv xlstm",
     "cannot be served": "moshi recurrent_gemma",
     "lacks .*: fetch it again": "inkling2_text",

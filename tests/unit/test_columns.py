@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_plugins.columns import Columns, arguments_of, find_columns
+from swarm_plugins.columns import Columns, arguments_of, find_carried, find_columns
 
 B, S, D = 2, 5, 4
 
@@ -49,13 +49,37 @@ def test_the_gradient_of_a_side_input_is_the_sum_over_servers() -> None:
     assert torch.equal(side.grad, torch.full_like(side, 5.0))
 
 
+def test_what_layers_hand_on_takes_the_place_of_what_came() -> None:
+    columns = Columns(shapes=((D,),), taken={block: {"again": 0} for block in range(3)}).with_carried({0: 2}, [(3,)])
+    hidden, side = random(B, S, D), random(B, S, D)
+    calls = {block: arguments_of([None], {"again": side}) for block in range(3)}
+    came = columns.join(hidden, columns.collect(calls, hidden))
+    states, sides = columns.split(came)
+    assert columns.given(0, sides, is_entry=True).keys() == {"again"}  # nothing is handed to the first
+    carried = random(B, S, 3) + 1
+    travelling = columns.after((states + 1, None, carried), sides)
+    states, sides = columns.split(travelling)
+    given = columns.given(1, sides, is_entry=True)
+    assert torch.equal(given[0], carried)
+    assert torch.equal(given["again"], side)
+    assert columns.given(1, sides).keys() == {"again"}  # the block before it, on this server, hands it on
+    # What the next block of another server is called with is what the last one here has returned.
+    assert torch.equal(columns.after(columns.returned(states, arguments_of([carried], {})), sides), travelling)
+    assert torch.equal(travelling, torch.cat([hidden + 1, carried, side], dim=2))
+
+
+def test_what_a_layer_has_returned_is_found_in_the_call_of_the_next() -> None:
+    handed = [random(1, 3, 1), random(1, 3, 1)]
+    assert find_carried(handed, arguments_of([None], {"states": handed[1], "mask": random(1, 3, 1)})) == {"states": 2}
+
+
 def test_the_arguments_of_layers_that_come_from_embeddings_are_found() -> None:
     shared, own = random(1, 3, D), [random(1, 3, 2, 2), random(1, 3, 2, 2)]
     mask, ids = torch.zeros(1, 1, 3, 3), torch.zeros(1, 3, dtype=torch.long)
     calls = {block: arguments_of([own[block], mask, None], {"again": shared, "ids": ids}) for block in range(2)}
     columns = find_columns((1, 3), (1, 3, D), calls, lambda block, key, value: True)
     assert columns == Columns(shapes=((2, 2), (D,), (2, 2)), taken={0: {0: 0, "again": 1}, 1: {0: 2, "again": 1}})
-    sides = columns.collect(calls)
+    sides = columns.collect(calls, random(1, 3, D))
     assert all(map(torch.equal, sides, [own[0], shared, own[1]]))
     assert columns.given(1, sides) == {0: sides[2], "again": sides[1]}
     assert find_columns((1, 3), (4, 1, 3, D), calls, lambda block, key, value: False) == Columns(are_streams_first=True)

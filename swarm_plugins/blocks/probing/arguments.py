@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.blocks.calls import Call
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.probing.runs import FAULTS, run
 from swarm_plugins.errors import UnsupportedError
@@ -23,11 +22,10 @@ def takes_ids(cut: CutModel, hidden: Tensor) -> bool:
             f"blocks of {name} take more than hidden states and numbers by token: what else it computes from its "
             "embeddings goes into several of them; use a model of another family"
         )
-    call = Call(blocks=cut.blocks, table=cut.table(cut.blocks), attention=cut.attention)
     # Many of them: some tokens may have the same experts.
     some = torch.linspace(0, cut.config.vocab_size - 1, _SOME_TOKENS, device=cut.device).long()
     others = hidden[:, :1].expand(-1, _SOME_TOKENS, -1)
-    return not torch.equal(cut.run(call, others), cut.run(call, others, ids=some[None]))
+    return not torch.equal(run(cut, others), run(cut, others, ids=some[None]))
 
 
 def mask_kinds(cut: CutModel, hidden: Tensor) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from swarm_plugins.blocks.calls import Call, SkippedBlock, Watched
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.probing.runs import FAULTS, SEED, random
-from swarm_plugins.columns import Arguments, Columns, arguments_of, find_columns
+from swarm_plugins.columns import Arguments, Columns, arguments_of, find_carried, find_columns
 from swarm_plugins.errors import UnsupportedError, one_line
 
 
@@ -39,10 +39,17 @@ class _Noting(SkippedBlock):
     def __init__(self, original: nn.Module, num_returned: int, noted: list[Arguments]) -> None:
         super().__init__(original, num_returned)
         self._noted = noted
+        self.handed: Sequence[Tensor] = ()
+        """What it returns behind hidden states."""
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._noted.append(arguments_of(args, kwargs))
-        return super().__call__(torch.zeros_like(hidden_states))
+        hidden = torch.zeros_like(hidden_states)
+        return (hidden, *self.handed) if self.handed else super().__call__(hidden)
+
+
+def _ids(cut: CutModel) -> Tensor:
+    return torch.zeros(1, 3, dtype=torch.long, device=cut.device)
 
 
 def own_shape(cut: CutModel) -> Sequence[int]:
@@ -50,7 +57,7 @@ def own_shape(cut: CutModel) -> Sequence[int]:
     shape: Sequence[int] = ()
     call = Call(blocks=cut.blocks, table=[_First(layer, 0) for layer in cut.layers], attention=cut.attention)
     try:
-        cut.run_model(call, torch.zeros(1, 3, dtype=torch.long, device=cut.device))
+        cut.run_model(call, _ids(cut))
     except _Reached as reached:
         shape = reached.shape
     if len(shape) < 3 or (1, 3) not in (tuple(shape[:2]), tuple(shape[1:-1])):
@@ -97,7 +104,12 @@ def _learn_form(cut: CutModel, shape: Sequence[int]) -> Tensor:
             reasons.append(f"they return {len(returned[-1])} values")
             continue
         has_more = any(isinstance(one, Tensor) for values in returned for one in values[1:])
-        if has_more and not _ignores_more(cut, hidden):
+        if has_more and (carried := _carried(cut)):
+            shapes = [tuple(returned[0][place].shape[2:]) for place in carried.values()]
+            cut.columns = cut.columns.with_carried(carried, shapes)
+            cut.hidden_size = math.prod(shape) // 3 + cut.columns.width
+            hidden = random(cut, torch.Generator().manual_seed(SEED), 1, 3)
+        elif has_more and not _ignores_more(cut, hidden):
             raise UnsupportedError(f"a block of {name} hands on more than hidden states: use a model of another family")
         return hidden
     raise UnsupportedError(
@@ -110,8 +122,20 @@ def _columns(cut: CutModel, shape: Sequence[int]) -> Columns:
     noted: list[Arguments] = []
     table = [_Noting(layer, cut.num_returned, noted) for layer in cut.layers]
     call = Call(blocks=cut.blocks, table=table, attention=cut.attention)
-    cut.run_model(call, torch.zeros(1, 3, dtype=torch.long, device=cut.device))
+    cut.run_model(call, _ids(cut))
     return find_columns((1, 3), shape, dict(enumerate(noted)), lambda block, key, value: bool(value.isnan().any()))
+
+
+def _carried(cut: CutModel) -> dict[int | str, int]:
+    """Returns what each block hands on to the next one. What is handed on to tied blocks does not travel."""
+    noted: list[Arguments] = []
+    table = [_Noting(layer, cut.num_returned, noted) for layer in cut.layers]
+    table[0].handed = handed = [torch.zeros(1, 3, 1, device=cut.device) for _ in range(1, cut.num_returned)]
+    try:
+        cut.run_model(Call(blocks=cut.blocks, table=table, attention=cut.attention), _ids(cut))
+    except FAULTS:
+        return {}
+    return find_carried(handed, noted[1]) if len(noted) > 1 and not cut.tied else {}
 
 
 class _Whole(Watched):

@@ -18,10 +18,10 @@ FAULTS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyEr
 """What a model raises that is run in a way that it is not made for."""
 
 
-def run(cut: CutModel, hidden: Tensor, past: Past | None = None) -> Tensor:
+def run(cut: CutModel, hidden: Tensor, past: Past | None = None, ids: Tensor | None = None) -> Tensor:
     """Returns the output of all blocks of a span."""
     call = Call(blocks=cut.blocks, table=cut.table(cut.blocks), attention=cut.attention)
-    return cut.run(call, hidden, past=past)
+    return cut.run(call, hidden, past=past, ids=ids)
 
 
 def random(cut: CutModel, generator: torch.Generator, num_rows: int, num_tokens: int) -> Tensor:

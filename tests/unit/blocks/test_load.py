@@ -146,11 +146,15 @@ def test_stored_quantized_is_refused_with_the_cure(tmp_path: Path) -> None:
         load_span(checkpoint, range(1))
 
 
-@pytest.mark.parametrize("block", [1, 3])
-def test_a_block_that_needs_more_than_hidden_states_is_refused_alone_too(tmp_path: Path, block: int) -> None:
+def test_a_block_alone_takes_and_hands_on_what_it_does_among_others(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_type("zaya", tmp_path))
-    with pytest.raises(UnsupportedError, match="hands on more than hidden states"):
-        load_span(checkpoint, range(block, block + 1))
+    whole = load_span(checkpoint, range(4))
+    hidden = states(2, 3, whole.spec.hidden_size)
+    expected = whole.forward(SpanInputs(blocks=range(4), hidden=hidden)).hidden
+    for block in range(4):
+        alone = load_span(checkpoint, range(block, block + 1))
+        hidden = alone.forward(SpanInputs(blocks=alone.blocks, hidden=hidden)).hidden
+    assert torch.equal(hidden, expected)
 
 
 def test_the_states_of_a_recurrence_are_measured(tmp_path: Path) -> None:
