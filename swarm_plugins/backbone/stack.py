@@ -194,6 +194,11 @@ class RemoteStack:
             raise UnsupportedError(
                 "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
             )
+        if "hidden_states" in collector and not all(layer._forward_hooks for layer in self.layers):
+            raise UnsupportedError(
+                "output_hidden_states=True cannot work on this model, which collects them inside of blocks that are on "
+                "servers: leave it out"
+            )
         shape, hidden = hidden.shape, self.columns.flat(hidden)
         hidden = self.columns.join(hidden, self._further(hidden))
         arguments = read_arguments(hidden, called_with, cache, has_side_inputs=bool(self.columns.shapes))

@@ -25,6 +25,20 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "cohere2_vision": {},
     # More tokens an image than the window of sliding layers.
     "gemma3": {"mm_tokens_per_image": 16},
+    "gemma4": {
+        "text_config": {**OVERRIDES["gemma4"]["text_config"], "use_bidirectional_attention": "vision"},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        },
+    },
     "gemma4_unified": {
         "text_config": {**OVERRIDES["gemma4_unified"]["text_config"], "use_bidirectional_attention": "vision"},
         "vision_config": {
@@ -117,7 +131,7 @@ def _pixels(model: Any, num_images: int, generator: torch.Generator) -> dict[str
         return {"pixel_values": torch.randn(16 * num_images, width, generator=generator), "image_grid_thw": grid}
     if "image_position_ids" in takes:
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(num_images, -1, -1)
-        width = 3 * vision.model_patch_size**2
+        width = 3 * getattr(vision, "model_patch_size", vision.patch_size) ** 2
         pixels = torch.randn(num_images, len(places[0]), width, generator=generator)
         return {"pixel_values": pixels, "image_position_ids": places}
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]

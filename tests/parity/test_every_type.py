@@ -29,6 +29,7 @@ from swarm_plugins.blocks.runner import SpanInputs
 from swarm_plugins.borders import pieces
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.errors import UnsupportedError
 
 
 def _names(text: str) -> list[str]:
@@ -207,9 +208,19 @@ def test_of_a_checkpoint_with_a_tower_only_the_language_model_is_read(
     assert not [name for name in read if name.startswith("model.visual.")]
 
 
+def test_hidden_states_that_are_collected_inside_of_blocks_are_refused(tmp_path: Path) -> None:
+    with swarmed(save_type("zamba2", tmp_path)) as (remote, _):
+        ids = torch.ones(1, 3, dtype=torch.long)
+        with pytest.raises(UnsupportedError, match="collects them inside of blocks that are on servers"):
+            remote(input_ids=ids, output_hidden_states=True)
+        assert remote(input_ids=ids).logits.isfinite().all()
+
+
 # What only servers' own processes do: they measure their blocks before they offer them.
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["bloom", "glm_moe_dsa", "nemotron_h", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "model_type", ["bloom", "gemma4_text", "glm_moe_dsa", "nemotron_h", "qwen3_5_moe_text", "zaya"]
+)
 def test_a_type_of_its_own_kind_is_served_by_processes(model_type: str, tmp_path: Path) -> None:
     directory = save_type(model_type, tmp_path)
     with LocalSwarm(directory, num_servers=2, dtype="float32") as swarm:
