@@ -10,8 +10,13 @@ from swarm_plugins.hub_errors import repo_id_fault
 _CONFIG_FILE = "config.json"
 
 
+def is_gguf_file(path: Path) -> bool:
+    """Returns whether a path leads to a GGUF file."""
+    return path.suffix == ".gguf" and path.expanduser().is_file()
+
+
 def check_model_name(name: str | Path) -> None:
-    """Checks that a name is the directory of a model, or can be the id of a repository; asks no Hub.
+    """Checks that a name is the directory of a model or a GGUF file, or can be the id of a repository; asks no Hub.
 
     Raises:
         ConfigError: If it is neither.
@@ -21,8 +26,12 @@ def check_model_name(name: str | Path) -> None:
         raise ConfigError("the name of the model is empty: give a directory or the id of a repository on the Hub")
     if path.is_dir():
         _check_directory(text, path)
+    elif is_gguf_file(path):
+        return
     elif path.exists():
-        raise ConfigError(f"{text} is a file: give the directory that holds {_CONFIG_FILE} and the weights")
+        raise ConfigError(
+            f"{text} is a file: give a GGUF file, or the directory that holds {_CONFIG_FILE} and the weights"
+        )
     elif path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or "\\" in text:
         raise ConfigError(
             f"there is no directory {text!r}: give a directory with {_CONFIG_FILE} and safetensors weights, or the id "
@@ -35,7 +44,7 @@ def check_model_name(name: str | Path) -> None:
 
 
 def _check_directory(name: str, directory: Path) -> None:
-    if not (directory / _CONFIG_FILE).exists():
+    if not (directory / _CONFIG_FILE).exists() and not any(directory.glob("*.gguf")):
         adapter = (directory / "adapter_config.json").is_file()
         raise ConfigError(
             f"{name} has no {_CONFIG_FILE}: "

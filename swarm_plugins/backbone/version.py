@@ -18,6 +18,7 @@ from swarm_plugins.backbone.served import stack_of
 from swarm_plugins.checkpoint import Checkpoint, block_fingerprints, layer_list_name
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.hub_errors import repo_id_fault
+from swarm_plugins.model_names import is_gguf_file
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def base_version(model: nn.Module) -> ModelVersion | None:
     name = _name_of(model)
     if not name:
         return None
-    if Path(name).is_dir():
+    if _is_here(name):
         return Checkpoint.open(name).version
     return _hub_version(model, name)
 
@@ -63,13 +64,17 @@ def base_blocks(model: nn.Module) -> tuple[str, ...]:
         CheckpointError: If the files of its directory cannot be read, or have changed since the model was loaded.
     """
     name = _name_of(model)
-    if not name or not Path(name).is_dir():
+    if not name or not _is_here(name):
         return ()
     checkpoint = Checkpoint.open(name)
     stack = stack_of(model)
     if stack is not None and checkpoint.version != stack.version:
         raise CheckpointError(f"{name} holds {checkpoint.version}, but the model was loaded as {stack.version}")
     return block_fingerprints(checkpoint, layer_list_name(_base_of(model)))
+
+
+def _is_here(name: str) -> bool:
+    return Path(name).is_dir() or is_gguf_file(Path(name))
 
 
 def _base_of(model: nn.Module) -> nn.Module:

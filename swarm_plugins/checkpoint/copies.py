@@ -7,6 +7,7 @@ from pathlib import Path
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.model_names import is_gguf_file
 
 
 class LocalCopies:
@@ -29,8 +30,8 @@ class LocalCopies:
         return next((place for place in places if self._revision(place) == revision), None)
 
     def _revision(self, directory: Path) -> str:
-        """Returns the revision of a directory; empty if it holds no checkpoint."""
-        if not directory.is_dir():
+        """Returns the revision of a directory, or of a GGUF file; empty if it holds no checkpoint."""
+        if not directory.is_dir() and not is_gguf_file(directory):
             return ""
         try:
             changed_at = directory.stat().st_mtime_ns

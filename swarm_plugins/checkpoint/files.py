@@ -60,10 +60,16 @@ class CheckpointFiles(Protocol):
 
 
 class LocalFiles:
-    """A checkpoint in a directory."""
+    """A checkpoint in a directory.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: The directory.
+        only: Names of its files. None: all that are there.
+    """
+
+    def __init__(self, directory: Path, only: Sequence[str] | None = None) -> None:
         self.directory = directory
+        self._only = only
 
     @property
     def label(self) -> str:
@@ -71,6 +77,8 @@ class LocalFiles:
 
     def names(self) -> Sequence[str]:
         """Returns the names of the files in the directory itself."""
+        if self._only is not None:
+            return self._only
         try:
             return sorted(entry.name for entry in self.directory.iterdir() if entry.is_file())
         except OSError as exc:

@@ -8,7 +8,7 @@ an error and not in a huge allocation.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
@@ -62,6 +62,10 @@ class TensorInfo:
     """First byte, counted from the beginning of the file."""
     end: int
     """One past the last byte."""
+    packing: str | None = None
+    """Name of ggml's type, if the last dimension is bytes of its blocks."""
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What makes of these bytes the tensor that transformers has."""
 
     @property
     def num_bytes(self) -> int:

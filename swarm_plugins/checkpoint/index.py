@@ -123,16 +123,10 @@ def _check_shard_name(name: str, file: str, label: str) -> None:
 
 def _no_weights(label: str, names: Sequence[str]) -> str:
     found = sorted(names)
-    gguf = [name for name in found if name.endswith(".gguf")]
     pickled = [
         name for name in found if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and "training_args" not in name
     ]
     message = f"{label} has no {SINGLE_FILE} and no {INDEX_FILE}, the weights that can be read in part"
-    if gguf:
-        return (
-            f"{message}; GGUF is not supported: convert {gguf[0]} once with "
-            f"AutoModelForCausalLM.from_pretrained(..., gguf_file={gguf[0]!r}).save_pretrained(NEW_DIRECTORY)"
-        )
     if pickled:
         return (
             f"{message}; pickled weights ({pickled[0]}) are not supported, since reading them can run code: convert "

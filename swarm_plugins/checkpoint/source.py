@@ -12,12 +12,13 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm_plugins.checkpoint.files import CheckpointFiles, LocalFiles, Piece, Progress
-from swarm_plugins.checkpoint.fingerprint import fingerprint
+from swarm_plugins.checkpoint.fingerprint import fingerprint, tensors_fingerprint
+from swarm_plugins.checkpoint.gguf.index import GgufIndex, gguf_files
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hub import HubFiles
 from swarm_plugins.checkpoint.index import TensorIndex
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
-from swarm_plugins.model_names import check_model_name
+from swarm_plugins.model_names import check_model_name, is_gguf_file
 from swarm_plugins.sizes import format_bytes
 from swarm_plugins.versions import ModelVersion
 
@@ -40,7 +41,9 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     """All tensors; looking one up may read a shard's header."""
 
-    def __init__(self, files: CheckpointFiles, name: str, config: PreTrainedConfig, tensors: TensorIndex) -> None:
+    def __init__(
+        self, files: CheckpointFiles, name: str, config: PreTrainedConfig, tensors: TensorIndex | GgufIndex
+    ) -> None:
         self._files = files
         self._index = tensors
         self.name = name
@@ -60,7 +63,8 @@ class Checkpoint:
         """Finds a checkpoint and reads its config and index, but no weights.
 
         Args:
-            name_or_dir: A directory, or the id of a repository on the Hub such as ``mistralai/Mixtral-8x7B-v0.1``.
+            name_or_dir: A directory, a GGUF file, or the id of a repository on the Hub such as
+                ``mistralai/Mixtral-8x7B-v0.1``.
             revision: Branch, tag or commit on the Hub; ``main`` by default. Directories have none.
             token: Access token of the Hub; by default the one that ``hf auth login`` stored. False: none.
             cache_dir: Cache of the Hub's files; by default huggingface_hub's.
@@ -74,7 +78,8 @@ class Checkpoint:
         name = str(name_or_dir)
         check_model_name(name)
         directory = Path(name_or_dir).expanduser()
-        if not directory.is_dir():
+        is_file = is_gguf_file(directory)
+        if not directory.is_dir() and not is_file:
             found = HubFiles.resolve(name, revision=revision, token=token, cache_dir=cache_dir, endpoint=endpoint)
             checkpoint = cls._of(found, found.version.name)
             checkpoint.config._commit_hash = found.version.revision
@@ -84,12 +89,20 @@ class Checkpoint:
                 f"revision={revision!r} was given for the directory {name}, which has no revisions: leave it out, or "
                 "give the id of a repository on the Hub"
             )
-        checkpoint = cls._of(LocalFiles(directory), name)
+        files = LocalFiles(directory)
+        if is_file:
+            folder = LocalFiles(directory.parent)
+            files = LocalFiles(directory.parent, gguf_files(folder.names(), str(folder.label), directory.name))
+        checkpoint = cls._of(files, name)
         checkpoint._index.load_all()
         return checkpoint
 
     @classmethod
     def _of(cls, files: CheckpointFiles, name: str) -> Checkpoint:
+        if shards := gguf_files(files.names(), files.label):
+            stored = GgufIndex(files, shards)
+            stored.config._name_or_path = name
+            return cls(files, name, stored.config, stored)
         config = _read_config(files)
         config._name_or_path = name
         index = TensorIndex(files)
@@ -111,6 +124,9 @@ class Checkpoint:
         if isinstance(self._files, HubFiles):
             return self._files.version
         directory = Path(self._files.label)
+        if isinstance(self._index, GgufIndex):
+            file, digits = Path(self.name), tensors_fingerprint(directory, self.tensors, config=self._index.identity)
+            return ModelVersion(file.name if is_gguf_file(file) else directory.resolve().name, f"local-{digits}")
         name = directory.resolve().name or "model"
         return ModelVersion(name, f"local-{fingerprint(directory, self.tensors)}")
 
@@ -143,7 +159,8 @@ class Checkpoint:
             if missing and not bar.disable:
                 bar.write(self._fetching(missing, what), file=sys.stderr)
             self._fill(infos, buffers, bar.update)
-        return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
+        found = {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
+        return {info.name: info.change(found[info.name]) if info.change else found[info.name] for info in infos}
 
     def _fetching(self, num_bytes: int, what: str) -> str:
         """Returns how much of the checkpoint is to be fetched, and what it is."""

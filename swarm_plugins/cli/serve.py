@@ -36,7 +36,9 @@ _PANELS = {
 @options_of(ServeConfig, without=_OWN_SYNTAX, panels=_PANELS)
 def serve(
     given: Given,
-    model: Annotated[str, typer.Argument(help="Directory of a model, or its id on the Hub.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="Directory of a model, a GGUF file, or its id on the Hub.", show_default=False)
+    ],
     blocks: Annotated[
         str | None,
         typer.Option(metavar="A:B", help="Blocks A to B-1; or K/N, the K-th of N equal parts.", rich_help_panel=_MODEL),

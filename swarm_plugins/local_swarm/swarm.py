@@ -79,7 +79,7 @@ class LocalSwarm:
         unknown = sorted(set(serve_options) - set(_OPTIONS))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r} of a local swarm; known: {', '.join(_OPTIONS)}")
-        self.model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else str(model)
+        self.model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else str(model)
         parts = [f"{index}/{num_servers}" for index in range(1, num_servers + 1)]
         self._blocks = [f"{start}:{end}" for start, end in spans] if spans is not None else parts
         if num_blocks is not None and spans is not None:

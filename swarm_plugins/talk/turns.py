@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.model_names import is_gguf_file
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.talk.sampling import default_sampling
 
@@ -21,15 +22,19 @@ _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "merges.txt")
 
 
 def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a model, from a directory or the Hub.
+    """Returns the tokenizer of a model, from a directory, the Hub, or what a GGUF file says of it.
 
     Raises:
         ConfigError: If the model does not exist, or its tokenizer is missing or cannot be loaded.
         CheckpointError: If the directory or repository holds something else.
     """
+    path = Path(name).expanduser()
+    where = {"gguf_file": path.name} if is_gguf_file(path) else {"revision": revision}
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path.parent) if is_gguf_file(path) else name, **where
+        )
+    except (ImportError, KeyError, OSError, ValueError) as error:
         # Errors of the model itself come first.
         Checkpoint.open(name, revision=None if Path(name).is_dir() else revision)
         why = one_line(error) if _has_tokenizer(name) else "none of its files is a tokenizer's, such as tokenizer.json"

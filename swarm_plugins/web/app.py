@@ -97,10 +97,12 @@ def create_app(
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """Returns what the model was loaded by: of a directory, its last part."""
+    """Returns what the model was loaded by: of a directory or file, its last part."""
     name = str(model.config.name_or_path or type(model).__name__)
     folder = Path(name).expanduser()
-    return folder.resolve().name if folder.is_dir() else name
+    if folder.is_dir():
+        return folder.resolve().name
+    return folder.name if folder.is_file() else name
 
 
 async def _sweep(engine: Engine) -> None:

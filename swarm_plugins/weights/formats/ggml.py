@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.checkpoint.gguf.header import BLOCK_SIZES
-from swarm_plugins.weights.stored import Part, StoredFormat
+from swarm_plugins.weights.stored import Part, PublishedFormat
 
 # Weights widened at once, so that temporaries stay small.
 _CHUNK_WEIGHTS = 1 << 20
@@ -31,10 +31,12 @@ class GgmlType(NamedTuple):
     num_bytes: int
     """Of a block."""
     widen: Callable[[Tensor], Tensor]
+    scales: slice
+    """Bytes of a block that are floating numbers."""
 
 
 @dataclass(frozen=True)
-class GgmlFormat(StoredFormat):
+class GgmlFormat(PublishedFormat):
     """A weight as blocks of ggml's, row by row; the columns are a multiple of a block."""
 
     shape: tuple[int, int]
@@ -46,6 +48,15 @@ class GgmlFormat(StoredFormat):
         rows, columns = self.shape
         kind = GGML_TYPES[self.kind]
         return (Part("codes", torch.uint8, (rows, columns // kind.block * kind.num_bytes)),)
+
+    def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kind = GGML_TYPES[self.kind]
+        scales = tensors["codes"].reshape(-1, kind.num_bytes)[:, kind.scales]
+        # A scale of zero is that of a block of zeros.
+        is_number = scales != 0xFF if self.kind == "MXFP4" else torch.isfinite(_half(scales))
+        if not bool(is_number.all()):
+            raise ValueError("its scales hold NaN or infinity")
+        return super().checked(tensors)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         kind = GGML_TYPES[self.kind]
@@ -147,15 +158,15 @@ def _mxfp4(raw: Tensor) -> Tensor:
 GGML_TYPES: Mapping[str, GgmlType] = {
     kind.name: kind
     for kind in (
-        GgmlType("Q4_0", *BLOCK_SIZES["Q4_0"], _q4_0),
-        GgmlType("Q4_1", *BLOCK_SIZES["Q4_1"], _q4_1),
-        GgmlType("Q5_0", *BLOCK_SIZES["Q5_0"], _q5_0),
-        GgmlType("Q5_1", *BLOCK_SIZES["Q5_1"], _q5_1),
-        GgmlType("Q8_0", *BLOCK_SIZES["Q8_0"], _q8_0),
-        GgmlType("Q4_K", *BLOCK_SIZES["Q4_K"], _q4_k),
-        GgmlType("Q5_K", *BLOCK_SIZES["Q5_K"], _q5_k),
-        GgmlType("Q6_K", *BLOCK_SIZES["Q6_K"], _q6_k),
-        GgmlType("MXFP4", *BLOCK_SIZES["MXFP4"], _mxfp4),
+        GgmlType("Q4_0", *BLOCK_SIZES["Q4_0"], _q4_0, slice(2)),
+        GgmlType("Q4_1", *BLOCK_SIZES["Q4_1"], _q4_1, slice(4)),
+        GgmlType("Q5_0", *BLOCK_SIZES["Q5_0"], _q5_0, slice(2)),
+        GgmlType("Q5_1", *BLOCK_SIZES["Q5_1"], _q5_1, slice(4)),
+        GgmlType("Q8_0", *BLOCK_SIZES["Q8_0"], _q8_0, slice(2)),
+        GgmlType("Q4_K", *BLOCK_SIZES["Q4_K"], _q4_k, slice(4)),
+        GgmlType("Q5_K", *BLOCK_SIZES["Q5_K"], _q5_k, slice(4)),
+        GgmlType("Q6_K", *BLOCK_SIZES["Q6_K"], _q6_k, slice(208, 210)),
+        GgmlType("MXFP4", *BLOCK_SIZES["MXFP4"], _mxfp4, slice(1)),
     )
 }
 """The types that are read, by name."""

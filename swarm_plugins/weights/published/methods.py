@@ -14,6 +14,7 @@ from swarm_plugins.checkpoint import TensorInfo
 from swarm_plugins.errors import UnsupportedError, one_line
 from swarm_plugins.weights.formats.bnb4 import Bnb4Format
 from swarm_plugins.weights.formats.fp4 import Mxfp4Format, Nvfp4Format
+from swarm_plugins.weights.formats.ggml import GGML_TYPES, GgmlFormat
 from swarm_plugins.weights.formats.int_groups import AwqFormat, GptqFormat, PackQuantizedFormat
 from swarm_plugins.weights.formats.scaled import ScaledFormat
 from swarm_plugins.weights.stored import PublishedFormat
@@ -308,11 +309,33 @@ class BitsAndBytesMethod(Method):
         return Bnb4Format(shape, self._config.bnb_4bit_quant_type, is_nested="nested_maxima" in infos)
 
 
+class GgufMethod(Method):
+    """``gguf``: blocks that hold their scales, of a type that the header gives each tensor."""
+
+    suffixes: ClassVar[Suffixes] = {"weight": "codes"}
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        del config  # the header says everything
+
+    @property
+    def name(self) -> str:
+        return "gguf"
+
+    def format(self, name: str, shape: tuple[int, int], infos: Infos) -> PublishedFormat:
+        kind = _needed(infos, "codes").packing
+        if kind is None or kind not in GGML_TYPES:
+            raise ValueError(f"its packing is {kind}, known are {', '.join(GGML_TYPES)}")
+        if shape[1] % GGML_TYPES[kind].block:
+            raise ValueError(f"a weight of {list(shape)} has no whole blocks of {GGML_TYPES[kind].block} ({kind})")
+        return GgmlFormat(shape, kind)
+
+
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = {
     "awq": AwqMethod,
     "bitsandbytes": BitsAndBytesMethod,
     "compressed-tensors": CompressedTensorsMethod,
     "fp8": Fp8Method,
+    "gguf": GgufMethod,
     "gptq": GptqMethod,
     "mxfp4": Mxfp4Method,
 }
@@ -323,6 +346,7 @@ NAMES = (
     "bnb-nf4",
     "float-quantized",
     "fp8",
+    "gguf",
     "gptq-int2",
     "gptq-int4",
     "gptq-int8",

@@ -104,6 +104,8 @@ class Published:
             # Such as a bias named otherwise, or scales of caches.
             return False
         info = self.checkpoint.tensors[group["codes"]]
+        if info.packing is not None:
+            return True
         parts = [part for part in group if not part.startswith(UNUSED)]
         if info.dtype in _FLOATS:
             return False

@@ -36,3 +36,13 @@ def test_weights_are_those_of_gguf_py(kind: str) -> None:
 def test_blocks_have_the_sizes_of_gguf_py(kind: str) -> None:
     found = GGML_TYPES[kind]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (found.block, found.num_bytes)
+
+
+@pytest.mark.parametrize(("kind", "place", "wrong"), [("Q8_0", 0, 0x7E00), ("Q6_K", 208, 0x7C00), ("Q4_K", 2, 0x7C00)])
+def test_scales_that_are_no_numbers_are_refused(kind: str, place: int, wrong: int) -> None:
+    found = GgmlFormat((2, 256), kind)
+    codes = torch.zeros(found.parts[0].shape, dtype=torch.uint8)
+    assert torch.equal(found.widen(found.checked({"codes": codes}), torch.float32), torch.zeros(2, 256))
+    codes[1, place : place + 2] = torch.tensor([wrong & 0xFF, wrong >> 8], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="its scales hold NaN or infinity"):
+        found.checked({"codes": codes})

@@ -1,0 +1,181 @@
+"""Makes the config of transformers from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from swarm_plugins.checkpoint.gguf.architectures import Architecture
+from swarm_plugins.checkpoint.gguf.header import GgufTensor, Value
+from swarm_plugins.errors import CheckpointError, UnsupportedError
+
+_NEEDED = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+}
+_COUNTS = {
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_NUMBERS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+_MAX_COUNT = 1 << 31
+# Llama 3.1 to 3.3; the file has only what they come to.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_DEEP_GEMMA2 = 46
+
+
+def config_fields(
+    kind: Architecture,
+    metadata: Mapping[str, Value],
+    tensors: Mapping[str, GgufTensor],
+    frequencies: torch.Tensor | None,
+    label: str,
+) -> dict[str, Any]:
+    """Returns the settings of a model.
+
+    Args:
+        kind: Its architecture.
+        metadata: Of the file.
+        tensors: By their names in GGUF.
+        frequencies: The divisors of rotary frequencies that the file may have.
+        label: Names the file in messages.
+
+    Raises:
+        CheckpointError: If a number is missing, or cannot be right.
+        UnsupportedError: If the positions are scaled in a way that is not known.
+    """
+    stated = _Stated(metadata, label)
+    fields: dict[str, Any] = {to: stated.count(key, is_needed=True) for key, to in _NEEDED.items()}
+    fields.update({to: found for key, to in _COUNTS.items() if (found := stated.count(key))})
+    fields.update({to: number for key, to in _NUMBERS.items() if (number := stated.number(key)) is not None})
+    # Each block has many; a config makes a list of them.
+    if fields["num_hidden_layers"] > len(tensors):
+        raise CheckpointError(
+            f"{label} says block_count {fields['num_hidden_layers']} and has {len(tensors)} tensors: fetch it again"
+        )
+    queries, table = tensors.get("blk.0.attn_q.weight"), tensors.get("token_embd.weight")
+    if queries is None or table is None:
+        raise CheckpointError(f"{label} has no token_embd.weight or blk.0.attn_q.weight: it is no whole model")
+    fields.setdefault("head_dim", queries.shape[0] // fields["num_attention_heads"])
+    fields["vocab_size"] = table.shape[0]
+    fields["tie_word_embeddings"] = "output.weight" not in tensors
+    if kind.model_type in ("llama", "qwen3", "qwen3_moe"):
+        fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if kind.model_type == "llama":
+        fields["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    if kind.experts:
+        experts = stated.count("expert_count", is_needed=True)
+        fields["num_local_experts" if kind.model_type == "mixtral" else "num_experts"] = experts
+        # As llama.cpp computes these architectures.
+        fields["norm_topk_prob"] = True
+    if kind.model_type == "gemma2":
+        is_deep = fields["num_hidden_layers"] == _DEEP_GEMMA2
+        fields["query_pre_attn_scalar"] = (
+            fields["hidden_size"] // fields["num_attention_heads"] if is_deep else fields["head_dim"]
+        )
+    fields["rope_parameters"] = _rotary(stated, fields["head_dim"], frequencies)
+    for key, to in _IDS.items():
+        token = metadata.get(f"tokenizer.ggml.{key}")
+        fields[to] = token if isinstance(token, int) and 0 <= token < fields["vocab_size"] else None
+    _check_widths(fields, tensors, label)
+    return fields
+
+
+def _check_widths(fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor], label: str) -> None:
+    """Compares widths with tensors: a model is made in the widths that are stated."""
+    rows = fields["num_attention_heads"] * fields["head_dim"]
+    experts = fields.get("num_local_experts") or fields.get("num_experts")
+    inner = fields.get("moe_intermediate_size", fields.get("intermediate_size"))
+    up = [inner, fields["hidden_size"]]
+    wanted = {
+        "token_embd.weight": [fields["vocab_size"], fields["hidden_size"]],
+        "blk.0.attn_q.weight": [rows, fields["hidden_size"]],
+        **({"blk.0.ffn_up.weight": up} if experts is None else {"blk.0.ffn_up_exps.weight": [experts, *up]}),
+    }
+    for name, shape in wanted.items():
+        found = list(tensors[name].shape) if name in tensors else None
+        if found != shape:
+            raise CheckpointError(
+                f"{name} in {label} is {found}, its metadata ask for {shape}: the header is corrupt, fetch it again"
+            )
+
+
+class _Stated:
+    """The metadata of an architecture."""
+
+    def __init__(self, metadata: Mapping[str, Value], label: str) -> None:
+        self.label = label
+        self._metadata = metadata
+        self._prefix = metadata["general.architecture"]
+
+    def get(self, key: str) -> Value | None:
+        return self._metadata.get(f"{self._prefix}.{key}")
+
+    def count(self, key: str, *, is_needed: bool = False) -> int | None:
+        found = self.get(key)
+        if found is None and not is_needed:
+            return None
+        if type(found) is not int or not int(is_needed) <= found < _MAX_COUNT:
+            raise CheckpointError(
+                f"{self.label} says {self._prefix}.{key} {found!r}, expected a number from 1 to {_MAX_COUNT}: it is "
+                "corrupt or of a kind that is not known"
+            )
+        return found
+
+    def number(self, key: str) -> float | None:
+        found = self.get(key)
+        if found is None:
+            return None
+        if isinstance(found, str) or not math.isfinite(found):
+            raise CheckpointError(
+                f"{self.label} says {self._prefix}.{key} {found!r}, expected a number: fetch it again"
+            )
+        return float(found)
+
+
+def _rotary(stated: _Stated, head_dim: int, frequencies: torch.Tensor | None) -> dict[str, Any]:
+    base = stated.number("rope.freq_base") or 10000.0
+    scaling, factor = stated.get("rope.scaling.type"), stated.number("rope.scaling.factor")
+    width = stated.count("rope.dimension_count")
+    if width is not None and width != head_dim:
+        raise UnsupportedError(f"{stated.label} turns {width} of {head_dim} dimensions of a head; known: all of them")
+    if frequencies is not None:
+        found = _llama3(base, head_dim, frequencies.double())
+        if found is not None:
+            return found
+    elif scaling == "linear" and factor:
+        return {"rope_type": "linear", "rope_theta": base, "factor": factor}
+    elif scaling in (None, "none"):
+        return {"rope_type": "default", "rope_theta": base}
+    raise UnsupportedError(
+        f"{stated.label} scales positions by {'rope_freqs.weight' if frequencies is not None else repr(scaling)}; "
+        "known are none, linear, and that of Llama 3"
+    )
+
+
+def _llama3(base: float, head_dim: int, divisors: torch.Tensor) -> dict[str, Any] | None:
+    """Returns the scaling of Llama 3 that divides the frequencies in this way; None if there is none."""
+    factor = float(divisors.max())
+    if not math.isfinite(factor) or factor < 1:
+        return None
+    turns = base ** -(torch.arange(0, head_dim, 2, dtype=torch.double) / head_dim) / (2 * math.pi)  # a token
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    smooth = ((_LLAMA3["original_max_position_embeddings"] * turns - low) / (high - low)).clamp(0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
+        return None
+    return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **_LLAMA3}

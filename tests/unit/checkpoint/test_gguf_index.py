@@ -1,0 +1,125 @@
+"""Models in GGUF files: what their metadata say is compared with their tensors before memory is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.copies import LocalCopies
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+
+gguf: Any = pytest.importorskip("gguf")
+
+FIELDS: dict[str, Any] = {
+    "block_count": 1,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 32,
+    "attention.head_count": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "token_embd.weight": (8, 32),
+    "output_norm.weight": (32,),
+    "blk.0.attn_norm.weight": (32,),
+    "blk.0.ffn_norm.weight": (32,),
+    **{f"blk.0.attn_{leaf}.weight": (32, 32) for leaf in ("q", "k", "v", "output")},
+    **{f"blk.0.ffn_{leaf}.weight": (32, 32) for leaf in ("gate", "up", "down")},
+}
+STACKS = {f"blk.0.ffn_{leaf}_exps.weight": (3, 32, 32) for leaf in ("gate", "up", "down")}
+
+
+def written(
+    path: Path, fields: dict[str, Any] | None = None, shapes: dict[str, Any] | None = None, architecture: str = "llama"
+) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in {**FIELDS, **(fields or {})}.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{architecture}.{key}", value)
+    generator = np.random.default_rng(0)
+    for name, shape in {**SHAPES, **(shapes or {})}.items():
+        if shape is not None:
+            writer.add_tensor(name, generator.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_file_is_found_alone_and_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path / "toy.gguf")
+    checkpoint = Checkpoint.open(file)
+    assert checkpoint.version.name == "toy.gguf"
+    assert checkpoint.version.revision == Checkpoint.open(tmp_path).version.revision
+    assert checkpoint.config.num_key_value_heads == 2
+    assert checkpoint.config.head_dim == 16
+    assert checkpoint.config.dtype == torch.float32
+    assert checkpoint.config.tie_word_embeddings
+    monkeypatch.chdir(tmp_path)
+    assert LocalCopies().find("toy.gguf", checkpoint.version.revision) == file
+
+
+def test_a_folder_with_several_models_asks_which(tmp_path: Path) -> None:
+    one, _ = written(tmp_path / "a.gguf"), written(tmp_path / "b.gguf")
+    with pytest.raises(ConfigError, match=r"several GGUF models \(a\.gguf, b\.gguf\): give one file"):
+        Checkpoint.open(tmp_path)
+    assert Checkpoint.open(one).version.name == "a.gguf"
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "message"),
+    [
+        ({"block_count": (1 << 31) - 1}, {}, r"block_count 2147483647 and has 11 tensors"),
+        ({"block_count": 0}, {}, "block_count 0, expected a number from 1"),
+        ({"embedding_length": 1 << 30}, {}, r"token_embd\.weight in .* is \[8, 32\], its metadata ask for \[8, 1073"),
+        ({"feed_forward_length": 1 << 30}, {}, r"ffn_up\.weight in .* ask for \[1073741824, 32\]"),
+        ({"attention.head_count": 3}, {}, r"attn_q\.weight in .* ask for \[30, 32\]"),
+        ({"attention.head_count_kv": 5}, {}, r"attn_k\.weight in .* has 32 rows for 5 heads"),
+        ({"attention.head_count": "2"}, {}, "head_count '2', expected a number"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, {}, "epsilon nan, expected a number"),
+        ({"expert_count": 1 << 30}, STACKS, r"ask for \[1073741824, 32, 32\]"),
+        ({"expert_count": 3}, {}, r"ffn_up_exps\.weight in .* is None"),
+        ({"expert_count": 3}, {**STACKS, "blk.0.ffn_down_exps.weight": (2, 32, 32)}, "expected 3 experts"),
+        ({}, {"blk.0.attn_q.weight": None}, r"no token_embd\.weight or blk\.0\.attn_q\.weight"),
+        ({}, {"rope_freqs.weight": (3, 3)}, r"rope_freqs\.weight in .* is \[3, 3\]"),
+    ],
+)
+def test_metadata_that_lie_are_refused(
+    fields: dict[str, Any], shapes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if "expert_count" in fields:
+        shapes = {**{f"blk.0.ffn_{leaf}.weight": None for leaf in ("gate", "up", "down")}, **shapes}
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(written(tmp_path / "toy.gguf", fields, shapes))
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "architecture", "message"),
+    [
+        ({}, {}, "mamba", r"architecture 'mamba'; known: llama, qwen2, .*safetensors"),
+        ({}, {"blk.0.surprise.weight": (2, 2)}, "llama", r"holds 'blk\.0\.surprise\.weight'"),
+        ({}, {"blk.1.attn_q.weight": (2, 2)}, "llama", r"holds 'blk\.1\.attn_q\.weight'"),
+        ({"rope.scaling.type": "yarn"}, {}, "llama", "scales positions by 'yarn'; known are none"),
+        ({}, {"rope_freqs.weight": (8,)}, "llama", r"scales positions by rope_freqs\.weight"),
+        ({"rope.dimension_count": 8}, {}, "llama", "turns 8 of 16 dimensions"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    fields: dict[str, Any], shapes: dict[str, Any], architecture: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        Checkpoint.open(written(tmp_path / "toy.gguf", fields, shapes, architecture))
+
+
+@pytest.mark.parametrize("kept", [2, 300, -100])
+def test_truncated_files_are_refused(kept: int, tmp_path: Path) -> None:
+    file = written(tmp_path / "toy.gguf")
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"toy\.gguf is truncated"):
+        Checkpoint.open(file)
