@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -17,12 +16,14 @@ from swarm_plugins.weights.formats.fp4 import Mxfp4Format, Nvfp4Format
 from swarm_plugins.weights.formats.ggml import GGML_TYPES, GgmlFormat
 from swarm_plugins.weights.formats.int_groups import AwqFormat, GptqFormat, PackQuantizedFormat
 from swarm_plugins.weights.formats.scaled import ScaledFormat
+from swarm_plugins.weights.published.targets import Target
 from swarm_plugins.weights.stored import PublishedFormat
 
 UNUSED = "unused"
 """The part of tensors that only packages need which round activations as well."""
 _SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _MAX_CHARS = 200
+_MAX_EXPRESSION_CHARS = 2048
 
 T = TypeVar("T")
 Infos = Mapping[str, TensorInfo]
@@ -141,6 +142,12 @@ class CompressedTensorsMethod(Method):
                 raise UnsupportedError(f"{option} {str(found)[:_MAX_CHARS]} is not known: known is none")
         for group in self._groups:
             self._known_format(group)
+        expressions = {one for group in self._groups for one in group.targets if one.startswith("re:")}
+        if (length := sum(map(len, expressions))) > _MAX_EXPRESSION_CHARS:
+            raise UnsupportedError(
+                f"expressions among its targets have {length} characters, at most {_MAX_EXPRESSION_CHARS} are read"
+            )
+        self._expressions = {one: Target(one.removeprefix("re:")) for one in expressions}
 
     @property
     def _groups(self) -> list[_Group]:
@@ -173,7 +180,7 @@ class CompressedTensorsMethod(Method):
         """Returns the first group that names a module, or else the one of all linear layers."""
         for group in self._groups:
             for target in group.targets:
-                if target == name or (target.startswith("re:") and _matches(target[3:], name)):
+                if target == name or (target in self._expressions and self._expressions[target].matches(name)):
                     return group
         for group in self._groups:
             if "Linear" in group.targets:
@@ -407,10 +414,3 @@ def _scaled(
     if is_one and shape[0] > 1:
         block = shape
     return ScaledFormat(shape, block or (1, shape[1]), codes, scales.dtype, scales.shape)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error as exc:
-        raise UnsupportedError(f"the target {pattern[:_MAX_CHARS]!r} is no regular expression ({exc})") from exc

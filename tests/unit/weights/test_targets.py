@@ -1,0 +1,105 @@
+"""Expressions out of configs match as Python's do, and cannot hang."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.weights.published.methods import method_of
+from swarm_plugins.weights.published.targets import MAX_CHARS, Target
+
+NAMES = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.12.mlp.experts.127.gate_proj",
+    "model.layers.3.mlp.gate",
+    "lm_head",
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ".*self_attn.q_proj$",
+        r".*\.mlp\.(gate|up|down)_proj",
+        r"model\.layers\.\d+\.mlp\.experts\.\d+\.(?:gate|up)_proj$",
+        "^model.layers.[0-9]+.*(q|k|v)_proj.*?",
+        "lm_head",
+        "^lm_head$",
+        "^$",
+        "(a|)+lm",
+        r".*layers\.([0-9]|1[0-9])\..*",
+        "(q|.*mlp)?",
+        "[^l]+head",
+    ],
+)
+def test_published_forms_match_as_in_python(pattern: str) -> None:
+    target = Target(pattern)
+    assert [target.matches(name) for name in NAMES] == [re.match(pattern, name) is not None for name in NAMES]
+
+
+_atoms = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\.", r"\d", "^", "$"])
+_patterns = st.recursive(
+    _atoms,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("({0[0]}|{0[1]})".format),
+        st.tuples(inner, st.sampled_from("*+?")).map("(?:{0[0]}){0[1]}".format),
+    ),
+    max_leaves=6,
+)
+
+
+@given(_patterns, st.text("ab.1", max_size=6))
+def test_any_known_form_matches_as_in_python(pattern: str, name: str) -> None:
+    if len(pattern) <= MAX_CHARS:
+        assert Target(pattern).matches(name) == (re.match(pattern, name) is not None)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(a|a)*b", "(.*)*x", ".*.*.*.*.*.*.*.*.*.*y", "(" * 40 + "a" + ")*" * 40 + "b"]
+)
+def test_an_expression_that_would_keep_python_busy_is_done_at_once(pattern: str) -> None:
+    assert not Target(pattern).matches("a" * 2000 + "!")
+
+
+def test_an_automaton_that_grows_without_end_is_refused() -> None:
+    target = Target("(a|b)*a" + "(a|b)" * 40 + "!")
+    random = Random(0)
+    name = "".join(random.choices("ab", k=100_000))
+    with pytest.raises(UnsupportedError, match="too complicated"):
+        target.matches(name)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(?!a)b", "from character 2 on"),
+        (r"(a)\1", "is not known from character 3"),
+        ("a{1,9}", "is not known"),
+        ("(a", "is not known"),
+        ("a)", "is not known"),
+        ("*", "is not known"),
+        ("[b-a]", "is not known"),
+        ("(" * 41 + "a" + ")" * 41, "is not known"),
+        ("a" * 257, "of 257 characters, at most 256"),
+    ],
+)
+def test_other_forms_are_refused(pattern: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        Target(pattern)
+
+
+def test_too_many_expressions_are_refused_with_the_config() -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    group = {"targets": [f"re:{index}x" * 40 for index in range(65)], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
+    with pytest.raises(
+        UnsupportedError, match=r"of toy cannot be read: expressions among its targets have .* at most 2048"
+    ):
+        method_of(config, "toy")
