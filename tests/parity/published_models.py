@@ -99,32 +99,34 @@ def _ct_config(kind: str, args: QuantizationArgs) -> dict[str, Any]:
     }
 
 
-def _words(codes: Tensor) -> Tensor:
-    """Eight codes ``[n, 8 m]`` of 4 bits in a word, the first lowest."""
-    words = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int64)
-    for place in range(8):
-        words |= codes[:, place::8].long() << (4 * place)
+def _words(codes: Tensor, bits: int = 4) -> Tensor:
+    """Eight codes ``[n, 8 m]`` of 4 bits in a word, or more or fewer of others, the first lowest."""
+    count = 32 // bits
+    words = torch.zeros(codes.shape[0], codes.shape[1] // count, dtype=torch.int64)
+    for place in range(count):
+        words |= codes[:, place::count].long() << (bits * place)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def _rounded(weight: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and zeros of 4 bits, scales, and the weight; ``groups`` has the group of each column."""
-    count = int(groups.max()) + 1
-    scales = torch.stack([weight[:, groups == group].abs().amax(dim=1) / 7 for group in range(count)], dim=1).half()
-    zeros = torch.randint(7, 10, scales.shape)
-    codes = (weight / scales[:, groups].float() + zeros[:, groups]).round().clamp(0, 15).long()
+def _rounded(weight: Tensor, groups: Tensor, bits: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and zeros of few bits, scales, and the weight; ``groups`` has the group of each column."""
+    count, half = int(groups.max()) + 1, 1 << (bits - 1)
+    largest = [weight[:, groups == group].abs().amax(dim=1) for group in range(count)]
+    scales = (torch.stack(largest, dim=1) / (half - 1)).half()
+    zeros = torch.randint(half - 1, half + 2, scales.shape)
+    codes = (weight / scales[:, groups].float() + zeros[:, groups]).round().clamp(0, 2 * half - 1).long()
     return codes, zeros, scales, (codes - zeros[:, groups]).float() * scales[:, groups].float()
 
 
-def _gptq(*, is_ordered: bool, offset: int = 1) -> Callable[[Tensor], Packed]:
+def _gptq(*, is_ordered: bool, offset: int = 1, bits: int = 4) -> Callable[[Tensor], Packed]:
     def pack(weight: Tensor) -> Packed:
         groups = torch.arange(weight.shape[1]) // 8
         if is_ordered:
             groups = groups[torch.randperm(weight.shape[1])]
-        codes, zeros, scales, wide = _rounded(weight, groups)
+        codes, zeros, scales, wide = _rounded(weight, groups, bits)
         parts = {
-            "qweight": _words(codes).T.contiguous(),
-            "qzeros": _words(zeros.T - offset),
+            "qweight": _words(codes.contiguous(), bits).T.contiguous(),
+            "qzeros": _words(zeros.T - offset, bits),
             "scales": scales.T.contiguous(),
             "g_idx": groups.int(),
         }
@@ -183,6 +185,8 @@ WAYS = {
     "gptq": Way(_GPTQ, _gptq(is_ordered=False), "gptq-int4"),
     "gptq-order": Way({**_GPTQ, "desc_act": True}, _gptq(is_ordered=True), "gptq-int4"),
     "gptq-v2": Way({**_GPTQ, "checkpoint_format": "gptq_v2"}, _gptq(is_ordered=False, offset=0), "gptq-int4"),
+    "gptq-int2": Way({**_GPTQ, "bits": 2}, _gptq(is_ordered=False, bits=2), "gptq-int2"),
+    "gptq-int8": Way({**_GPTQ, "bits": 8}, _gptq(is_ordered=True, bits=8), "gptq-int8"),
     "awq": Way({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}, _awq, "awq-int4"),
     "bnb-nf4": Way(_bnb_config("nf4"), _bnb4("nf4", is_nested=False), "bnb-nf4"),
     "bnb-nf4-nested": Way(_bnb_config("nf4"), _bnb4("nf4", is_nested=True), "bnb-nf4"),
@@ -234,6 +238,51 @@ def save_mxfp4(directory: Path) -> tuple[Path, Path]:
         else:
             tensors[name] = tensor
     _save(packed, toy, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    _save(twin, toy, wide, None)
+    return packed, twin
+
+
+def save_mixed(directory: Path) -> tuple[Path, Path]:
+    """Saves a toy whose attention has one format of compressed-tensors and whose MLP another, and its twin."""
+    ways = ("int-channel", "int4-groups")
+    saved = []
+    for way in ways:
+        (directory / way).mkdir()
+        saved.append(save_published(way, "llama", directory / way))
+    (first, first_twin), (second, second_twin) = saved
+    both = []
+    for one, other in ((first, second), (first_twin, second_twin)):
+        tensors = {name: one for name, one in load_file(one / "model.safetensors").items() if ".mlp." not in name}
+        tensors.update({k: v for k, v in load_file(other / "model.safetensors").items() if ".mlp." in k})
+        both.append(tensors)
+    config, groups = {**WAYS[ways[0]].config, "format": "mixed-precision"}, {}
+    for index, (way, target) in enumerate(zip(ways, (r"re:.*\.self_attn\.[qkvo]_proj$", "Linear"), strict=True)):
+        stated = WAYS[way].config
+        groups[f"group_{index}"] = {
+            **stated["config_groups"]["group_0"],
+            "targets": [target],
+            "format": stated["format"],
+        }
+    config["config_groups"] = groups
+    packed, twin = directory / "packed", directory / "twin"
+    _save(packed, first, both[0], config)
+    _save(twin, first_twin, both[1], None)
+    return packed, twin
+
+
+def save_fused_fp8(directory: Path) -> tuple[Path, Path]:
+    """Saves a mixture whose experts are stacked codes with stacked scales, and its widened twin."""
+    toy, packed, twin = (directory / name for name in ("toy", "packed", "twin"))
+    save_toy("qwen3_moe", toy, is_fused=True)
+    tensors, wide = {}, {}
+    for name, tensor in load_file(toy / "model.safetensors").items():
+        tensors[name] = wide[name] = tensor
+        if name.endswith(("gate_up_proj", "down_proj")):
+            found = [_fp8(one) for one in tensor]
+            tensors[name] = torch.stack([parts["weight"] for parts, _ in found])
+            tensors[f"{name}_scale_inv"] = torch.stack([parts["weight_scale_inv"] for parts, _ in found])
+            wide[name] = torch.stack([one for _, one in found])
+    _save(packed, toy, tensors, WAYS["fp8"].config)
     _save(twin, toy, wide, None)
     return packed, twin
 

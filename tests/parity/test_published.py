@@ -22,7 +22,7 @@ from swarm_plugins.weights.linears import PackedLinear
 from swarm_plugins.weights.published.weights import Published
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
-from published_models import WAYS, save_mxfp4, save_published
+from published_models import WAYS, save_fused_fp8, save_mixed, save_mxfp4, save_published
 
 # Sums of an expert's products run in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -44,10 +44,14 @@ class Served(NamedTuple):
     local: PreTrainedModel
 
 
-@pytest.fixture(params=[*DENSE, *MIXTURES, pytest.param(("mxfp4", "gpt_oss"), id="mxfp4-gpt_oss")])
+SPECIAL = [("mxfp4", "gpt_oss"), ("mixed", "llama"), ("fp8-fused", "qwen3_moe")]
+
+
+@pytest.fixture(params=[*DENSE, *MIXTURES, *(pytest.param(one, id="-".join(one)) for one in SPECIAL)])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
     way, family = request.param
-    directory, twin = save_mxfp4(tmp_path) if way == "mxfp4" else save_published(way, family, tmp_path)
+    special = {"mxfp4": save_mxfp4, "mixed": save_mixed, "fp8-fused": save_fused_fp8}
+    directory, twin = special[way](tmp_path) if way in special else save_published(way, family, tmp_path)
     local = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, experts_implementation="eager").eval()
     with InProcessSwarm(directory, dtype=torch.float32) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)

@@ -22,7 +22,7 @@ from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, Uncheckab
 from swarm_plugins.weights.formats.scaled import ScaledFormat
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
-from published_models import save_mxfp4, save_published
+from published_models import save_fused_fp8, save_mxfp4, save_published
 
 QUERY = "model.layers.0.self_attn.q_proj."
 Tensors = dict[str, Tensor]
@@ -163,6 +163,19 @@ def test_settings_that_do_not_fit_the_weights_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(changed(saved(way), tmp_path, lambda _: None, **settings))
+
+
+def test_stacked_codes_need_scales(tmp_path: Path) -> None:
+    source, _ = save_fused_fp8(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scale_inv"
+    directory = changed(source, tmp_path / "without", lambda tensors: tensors.pop(name))
+    with pytest.raises(
+        CheckpointError, match=r"experts\.down_proj in .* is stored as torch\.float8_e4m3fn without scales"
+    ):
+        load(directory)
+    directory = changed(source, tmp_path / "cut", lambda tensors: tensors.update({name: tensors[name][:, :1].clone()}))
+    with pytest.raises(CheckpointError, match=r"down_proj in .*: its scales have the shape"):
+        load(directory)
 
 
 def test_what_is_packed_is_not_quantized_again(saved: Callable[[str], Path]) -> None:

@@ -54,7 +54,7 @@ def gguf_files(names: Sequence[str], label: str, file: str | None = None) -> lis
     models = {_model_name(name) for name in ([file] if file is not None else found)}
     if len(models) > 1:
         raise ConfigError(
-            f"{label} has several GGUF models ({', '.join(found[:20])}): give one file, or a folder with one"
+            f"{label} has several GGUF models ({', '.join(found[:20])}): give one of these files, downloaded if need be"
         )
     shards = [name for name in found if _model_name(name) in models]
     if shards and (match := _SHARD.fullmatch(shards[0])) and len(shards) != int(match[3]):

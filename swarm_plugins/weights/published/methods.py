@@ -62,6 +62,7 @@ class Fp8Method(Method):
         "weight": "codes",
         "weight_scale_inv": "scales",
         "weight_scale": "scales",
+        "_scale_inv": "scales",
         "input_scale": UNUSED,
         "activation_scale": UNUSED,
     }

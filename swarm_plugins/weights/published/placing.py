@@ -20,6 +20,8 @@ from swarm_plugins.weights.formats.stacked import StackedFormat
 from swarm_plugins.weights.linears import PackedLinear
 from swarm_plugins.weights.published.weights import PackedWeight, Published
 
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 Stack = tuple[tuple[PackedWeight, ...], ...]
 """The weights of a fused parameter, from top to bottom; of each, one per expert, or a single one that has all."""
 
@@ -121,9 +123,20 @@ def place(published: Published, outline: PreTrainedModel, spelled: Mapping[str, 
         target, pattern = rules.target(_as_spelled(plain, groups[plain], spelled))
         if rules.is_known(target):
             parts.setdefault(target, defaultdict(list))[pattern].append(plain)
+    _check_plain(published, [name for name in spelled if name not in placing.taken])
     for target, by_pattern in parts.items():
         _place_one(placing, outline, rules, target, by_pattern, groups)
     return placing
+
+
+def _check_plain(published: Published, names: Iterable[str]) -> None:
+    for name in names:
+        dtype = published.checkpoint.tensors[name].dtype
+        if dtype in _CODES:
+            raise CheckpointError(
+                f"{name} in {published.checkpoint.name} is stored as {dtype} without scales, which {published.name} "
+                "needs: fetch the checkpoint again"
+            )
 
 
 def _as_spelled(plain: str, group: Mapping[str, str], spelled: Mapping[str, str]) -> str:
@@ -177,6 +190,11 @@ def _stack(
     rows, columns = reversed(sides) if module.is_transposed else sides
     if set(by_pattern) == {None}:
         [plain] = by_pattern[None]
+        if module.is_transposed and groups[plain]["codes"] == plain:
+            raise UnsupportedError(
+                f"{target} lies as [in, out] and is packed as {published.name}, which is known as [out, in]: give the "
+                "unquantized checkpoint"
+            )
         return ((published.weight(plain, groups[plain], (rows, columns), num_experts),),)
     patterns = [pattern for pattern in by_pattern if pattern is not None]
     converter = rules.converter(patterns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -87,6 +87,9 @@ class Published:
             plain, part = self._plain(name)
             if plain is not None:
                 found[plain][part if part != UNUSED else f"{UNUSED} {name}"] = name
+                if not plain.endswith(".weight") and plain in self.checkpoint.tensors:
+                    # Stacked experts have no suffix, only their scales do.
+                    found[plain].setdefault("codes", plain)
         return {plain: group for plain, group in found.items() if self._is_packed(plain, group)}
 
     def _plain(self, name: str) -> tuple[str | None, str]:
@@ -127,7 +130,10 @@ class Published:
         infos = {part: self.checkpoint.tensors[name] for part, name in tensors.items()}
         module = plain.removesuffix(".weight")
         try:
-            found = self.method.format(module, shape, infos)
+            one = infos
+            if num_experts is not None:
+                one = {part: replace(info, shape=info.shape[1:]) for part, info in infos.items()}
+            found = self.method.format(module, shape, one)
             for part in found.file_parts:
                 info = infos.get(part.name)
                 wanted = part.shape if num_experts is None else (num_experts, *part.shape)

@@ -11,7 +11,9 @@ import torch
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.copies import LocalCopies
+from swarm_plugins.checkpoint.gguf import index
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.local_hub import LocalHub
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -65,9 +67,32 @@ def test_a_file_is_found_alone_and_in_its_folder(tmp_path: Path, monkeypatch: py
     assert LocalCopies().find("toy.gguf", checkpoint.version.revision) == file
 
 
+def test_a_repository_is_read_by_byte_ranges(tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_FIRST_BYTES", 64)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    here = Checkpoint.open(written(folder / "toy.gguf"))
+    sha = hub.add("alice/toy", folder)
+    there = Checkpoint.open("alice/toy", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
+    assert str(there.version) == f"alice/toy@{sha}"
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
+    header = hub.bytes_served("alice/toy", "toy.gguf")
+    found = there.read(names)
+    assert all(torch.equal(found[name], one) for name, one in here.read(names).items())
+    assert hub.bytes_served("alice/toy", "toy.gguf") - header < here.tensors[names[0]].num_bytes + 4096
+
+
+def test_queries_are_ordered_as_transformers_has_them(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(written(tmp_path / "toy.gguf"))
+    stored = next(one for one in gguf.GGUFReader(tmp_path / "toy.gguf").tensors if one.name == "blk.0.attn_q.weight")
+    [found] = checkpoint.read(["model.layers.0.self_attn.q_proj.weight"]).values()
+    rows = [0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15]
+    assert torch.equal(found[:16], torch.from_numpy(np.array(stored.data))[rows])
+
+
 def test_a_folder_with_several_models_asks_which(tmp_path: Path) -> None:
     one, _ = written(tmp_path / "a.gguf"), written(tmp_path / "b.gguf")
-    with pytest.raises(ConfigError, match=r"several GGUF models \(a\.gguf, b\.gguf\): give one file"):
+    with pytest.raises(ConfigError, match=r"several GGUF models \(a\.gguf, b\.gguf\): give one of these"):
         Checkpoint.open(tmp_path)
     assert Checkpoint.open(one).version.name == "a.gguf"
 
