@@ -175,6 +175,18 @@ class Checkpoint:
         """
         self._files.read(file, pieces, lambda num_bytes: None)
 
+    def refuse_gguf(self, what: str) -> None:
+        """Checks that the weights lie in safetensors; ``what`` needs that.
+
+        Raises:
+            UnsupportedError: If they lie in GGUF files.
+        """
+        if isinstance(self._index, GgufIndex):
+            raise UnsupportedError(
+                f"{self.name} is GGUF, which is only served and read by clients: give the checkpoint in safetensors to "
+                f"{what}"
+            )
+
     def file_names(self) -> Sequence[str]:
         """Returns the names of all files.
 

@@ -91,6 +91,7 @@ def _from_model(teacher: PreTrainedModel, keep_layers: Sequence[int] | None, dep
 def _from_files(
     checkpoint: Checkpoint, keep_layers: Sequence[int] | None, depth: int | None, dtype: torch.dtype | str
 ) -> PreTrainedModel:
+    checkpoint.refuse_gguf("make a student of it")
     model_class = class_for_task(checkpoint.config, "language model", MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)
     hollow = _on_meta(model_class, checkpoint.config)
     path = layer_list_name(hollow)

@@ -67,6 +67,7 @@ def load_parallel(
     refusal = None
     try:
         checkpoint = Checkpoint.open(name_or_dir, revision=revision)
+        checkpoint.refuse_gguf("divide it over ranks")
         cls = model_class or class_for_task(checkpoint.config, "causal language model", MODEL_FOR_CAUSAL_LM_MAPPING)
     except SwarmError as exc:
         refusal = exc

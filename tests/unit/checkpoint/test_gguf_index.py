@@ -12,6 +12,7 @@ import torch
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.copies import LocalCopies
 from swarm_plugins.checkpoint.gguf import index
+from swarm_plugins.distill import make_student
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.local_hub import LocalHub
 
@@ -80,6 +81,12 @@ def test_a_repository_is_read_by_byte_ranges(tmp_path: Path, hub: LocalHub, monk
     found = there.read(names)
     assert all(torch.equal(found[name], one) for name, one in here.read(names).items())
     assert hub.bytes_served("alice/toy", "toy.gguf") - header < here.tensors[names[0]].num_bytes + 4096
+
+
+def test_what_needs_safetensors_says_so(tmp_path: Path) -> None:
+    file = written(tmp_path / "toy.gguf")
+    with pytest.raises(UnsupportedError, match=r"toy\.gguf is GGUF, .* in safetensors to make a student of it"):
+        make_student(file, keep_layers=[0])
 
 
 def test_queries_are_ordered_as_transformers_has_them(tmp_path: Path) -> None:
