@@ -42,7 +42,7 @@ _IMPORT_S = 120.0
 _END_S = 10.0
 SERVER_MODULES = (
     "swarm_plugins.cli",
-    "swarm_plugins.cli.support.options",
+    "swarm_plugins.offload.text",
     "swarm_plugins.server.process",
     "swarm_plugins.server.server",
 )

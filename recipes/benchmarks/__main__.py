@@ -329,7 +329,7 @@ def quality(
     """Measure perplexity and size for each pair of widths of experts and of all other layers."""
     quiet_command()
     with one_sentence_errors("quality", program=PROGRAM):
-        from swarm_plugins.cli.support.options import parse_width
+        from swarm_plugins.offload.text import parse_width
         from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS
 
         check_json(json)

@@ -12,7 +12,7 @@ from swarm_plugins.backbone.auto import (
     AutoSwarmModelForImageTextToText,
     AutoSwarmModelForSequenceClassification,
 )
-from swarm_plugins.backbone.context import SwarmSettings, active_swarm
+from swarm_plugins.backbone.context import OnThisMachine, SwarmSettings, active_place
 from swarm_plugins.backbone.served import ServedBlocks, served_blocks, swarm_connection
 from swarm_plugins.backbone.version import base_blocks, base_version
 
@@ -21,9 +21,10 @@ __all__ = [
     "AutoSwarmModelForCausalLM",
     "AutoSwarmModelForImageTextToText",
     "AutoSwarmModelForSequenceClassification",
+    "OnThisMachine",
     "ServedBlocks",
     "SwarmSettings",
-    "active_swarm",
+    "active_place",
     "base_blocks",
     "base_version",
     "served_blocks",

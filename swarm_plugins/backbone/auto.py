@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from swarm_plugins.backbone.context import resolve_settings
+from swarm_plugins.backbone.context import OnThisMachine, resolve_place
+from swarm_plugins.backbone.here import load_here
 from swarm_plugins.backbone.injection import watch_injection
 from swarm_plugins.backbone.loading import check_local_blocks, load_remote
 from swarm_plugins.backbone.stack import RemoteStack
@@ -28,6 +29,7 @@ from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.store.manifest import QUANT_METHOD
 
 
@@ -48,6 +50,7 @@ class _AutoSwarm:
         revision: str | None = None,
         initial_peers: Sequence[str] | str | None = None,
         swarm: SwarmConfig | None = None,
+        offload: OffloadConfig | str | None = None,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device | None = None,
         token: str | bool | None = None,
@@ -56,10 +59,10 @@ class _AutoSwarm:
         local_blocks: tuple[int, int] | None = None,
         **config_changes: Any,
     ) -> PreTrainedModel:
-        """Returns the model in HF's own class; its decoder layers run on servers of the same model version.
+        """Returns the model in HF's own class; its decoder layers run on servers of the same model version, or here.
 
-        Embeddings, final norm, head and ``local_blocks`` are local; only they are downloaded and read. Everything else
-        works as in transformers: ``generate()``, PEFT, any Trainer.
+        On a swarm, embeddings, final norm, head and ``local_blocks`` are local; only they are downloaded and read.
+        Everything else works as in transformers: ``generate()``, PEFT, any Trainer.
 
         ``save_pretrained`` and ``state_dict`` return only the local weights (such as a trained head); to restore them,
         load the model by its name and call ``load_state_dict``. PEFT saves adapters.
@@ -70,6 +73,9 @@ class _AutoSwarm:
             initial_peers: Addresses to join the swarm through. None: the active strategy's, else the environment
                 variable ``SWARM_INITIAL_PEERS``.
             swarm: Settings of the client: deadlines, retries, codec.
+            offload: Runs all blocks on this machine: an `OffloadConfig`, or its text such as ``fast=8GB``, leaves the
+                experts of a mixture on disk (`load_offloaded`); ``none`` has all in memory. None: as the active
+                strategy or the environment variable ``SWARM_OFFLOAD`` says, else on a swarm.
             dtype: Floating type of local weights and of the hidden states sent. None: the checkpoint's.
             device: Device of local weights and adapters; the CPU by default.
             token: Access token of the Hub.
@@ -79,12 +85,26 @@ class _AutoSwarm:
             **config_changes: Settings of the model's config that affect the client, such as ``num_labels``.
 
         Raises:
-            ConfigError: If no peers are given, a setting is wrong or the model does not exist.
+            ConfigError: If no place is given, or two, a setting is wrong or the model does not exist.
             CheckpointError: If the client's share of the weights cannot be read.
-            UnsupportedError: If the architecture cannot have remote blocks.
+            UnsupportedError: If the architecture cannot have remote blocks, or the model no offloaded ones.
+            CapacityError: If a budget of ``offload`` is too small.
             TransportError: If the swarm cannot be joined.
         """
-        settings = None if connection is not None else resolve_settings(initial_peers, swarm)
+        settings = None if connection is not None else resolve_place(initial_peers, swarm, offload)
+        if isinstance(settings, OnThisMachine):
+            checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
+            _check_changes(config_changes, checkpoint.config)
+            return load_here(
+                class_for_task(checkpoint.config, cls._what, cls._mapping),
+                checkpoint,
+                settings,
+                name_or_dir=name_or_dir,
+                dtype=dtype,
+                device=device,
+                config_changes=config_changes,
+                hub={"revision": revision, "token": token, "cache_dir": cache_dir},
+            )
         config = SwarmConfig() if connection is None else connection.config
         config = config if settings is None else settings.config
         if local_blocks is not None:

@@ -139,12 +139,17 @@ def _local_tensors(checkpoint: Checkpoint, layer_path: str, remote: range) -> li
     return [name for part in parts if part for name in block_tensors(checkpoint, layer_path, part)]
 
 
+def choose_experts(model: PreTrainedModel) -> None:
+    """Runs the experts on a CPU as servers do, unless the config names a way: the same bits, and faster there."""
+    is_default = model.config._experts_implementation == "grouped_mm"
+    if is_default and model.device.type == "cpu" and model._can_set_experts_implementation():
+        model.set_experts_implementation("swarm_table")
+
+
 def _keep_attention(model: PreTrainedModel, layers: nn.ModuleList, remote: range) -> str:
     """Gives local layers a config of their own that keeps the model's attention; returns its name."""
     attention: str = model.config._attn_implementation
-    is_default = model.config._experts_implementation == "grouped_mm"
-    if is_default and model.device.type == "cpu" and model._can_set_experts_implementation():
-        model.set_experts_implementation("swarm_table")  # as on servers: the same bits, and faster there
+    choose_experts(model)
     copies: dict[int, PreTrainedConfig] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules() if index not in remote else ():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.backbone.served import stack_of
 from swarm_plugins.checkpoint import Checkpoint, block_fingerprints, layer_list_name
+from swarm_plugins.checkpoint.loading import marked_base
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.hub_errors import repo_id_fault
 from swarm_plugins.model_names import is_gguf_file
@@ -32,8 +33,8 @@ _SAMPLE_ROWS = 1
 def base_version(model: nn.Module) -> ModelVersion | None:
     """Returns the version of the base a model was loaded from; None if unknown.
 
-    A model with remote blocks knows it. For a plain model, samples of its tensors are compared with the commits in the
-    Hub's cache, unless it comes from a directory.
+    A model that this package has loaded knows it. For a plain model, samples of its tensors are compared with the
+    commits in the Hub's cache, unless it comes from a directory.
 
     Args:
         model: A model of transformers, with or without adapters of PEFT around it.
@@ -44,6 +45,9 @@ def base_version(model: nn.Module) -> ModelVersion | None:
     stack = stack_of(model)
     if stack is not None:
         return stack.version
+    marked = next(filter(None, map(marked_base, model.modules())), None)
+    if marked is not None:
+        return marked
     name = _name_of(model)
     if not name:
         return None

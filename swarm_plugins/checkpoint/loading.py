@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, SwarmError, UnsupportedError
 from swarm_plugins.noise import quiet_transformers, without_bars
+from swarm_plugins.versions import ModelVersion
 
 CONSTRUCTION = threading.RLock()
 """Held while transformers makes a model: it changes torch's default type for the whole process meanwhile. Two threads
@@ -101,6 +102,17 @@ def _trimmed_class(
     # transformers looks up weight conversions by class name and capabilities by the module's source.
     attributes = {"__init__": init, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
     return type(model_class.__name__, (model_class,), attributes)
+
+
+def mark_base(model: PreTrainedModel, version: ModelVersion) -> None:
+    """Notes in a model's decoder, whose weights are not trained, which version of a base it is."""
+    model.base_model._swarm_base = version  # type: ignore[assignment]  # no tensor, no module
+
+
+def marked_base(module: nn.Module) -> ModelVersion | None:
+    """Returns what `mark_base` noted in this very module; None for others."""
+    version = vars(module).get("_swarm_base")
+    return version if isinstance(version, ModelVersion) else None
 
 
 def take_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

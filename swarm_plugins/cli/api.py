@@ -12,11 +12,11 @@ import typer
 from swarm_plugins.cli.support.arguments import Model, Revision
 from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
-from swarm_plugins.cli.support.options import OFFLOAD_WORDS, parse_offload
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.model_names import check_model_name
 from swarm_plugins.noise import quiet_command
+from swarm_plugins.offload.text import OFFLOAD_WORDS, parse_offload
 from swarm_plugins.web.settings import ApiSettings
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import typer
 from swarm_plugins.cli.support.arguments import Adapter, Model, NewTokens, Revision, System, Temperature
 from swarm_plugins.cli.support.config_options import Given
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
-from swarm_plugins.cli.support.options import OFFLOAD_HELP, OFFLOAD_WORDS, parse_offload
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_command
+from swarm_plugins.offload.text import OFFLOAD_HELP, OFFLOAD_WORDS, parse_offload
 
 
 @client_options

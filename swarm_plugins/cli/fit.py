@@ -9,6 +9,7 @@ import typer
 
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_recipe
+from swarm_plugins.offload.text import OFFLOAD_HELP, OFFLOAD_WORDS
 
 
 def fit(
@@ -23,22 +24,31 @@ def fit(
             metavar="SERVERS", help="Serve the recipe's model with this many servers on this machine meanwhile.", min=0
         ),
     ] = 0,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|fast=SIZE,...",
+            help=f"Run the model on this machine: none has it in memory, else experts stay on disk: {OFFLOAD_HELP}",
+            show_default=False,
+        ),
+    ] = None,
     ckpt_path: Annotated[Path | None, typer.Option(help="Checkpoint of an earlier run to go on from.")] = None,
 ) -> None:
     """Train by a recipe, through Lightning.
 
     Any key of the recipe can be given as an option after the others, such as --trainer.max_epochs 2 or --model.base
     DIR; --print_config shows all of them. The swarm is the recipe's (strategy.init_args.initial_peers), else the one
-    of the environment variable SWARM_INITIAL_PEERS, else --local-swarm.
+    of the environment variable SWARM_INITIAL_PEERS, else --local-swarm; with --offload there is none.
     """
     quiet_recipe()
-    with one_sentence_errors("fit"):
+    with one_sentence_errors("fit", OFFLOAD_WORDS):
         from swarm_plugins.recipes.fitting import run_recipe
 
         outcome = run_recipe(
             config,
             context.args,
             num_servers=local_swarm,
+            offload=offload,
             ckpt_path=ckpt_path,
             warn=lambda text: typer.echo(f"swarm fit: {text}", err=True),
         )

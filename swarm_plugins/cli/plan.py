@@ -78,8 +78,8 @@ def quantize(
     """Write a model with experts in few bits to a directory: smaller on disk, and faster to read."""
     quiet_command()
     with one_sentence_errors("quantize"):
-        from swarm_plugins.cli.support.options import parse_width
         from swarm_plugins.model_names import check_model_name
+        from swarm_plugins.offload.text import parse_width
         from swarm_plugins.sizes import format_bytes
         from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, width_text
 

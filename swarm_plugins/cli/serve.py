@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarm_plugins.cli.support.config_options import Given, options_of, pair, parsed, words_of
-from swarm_plugins.cli.support.options import OFFLOAD_WORDS
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.text import OFFLOAD_WORDS
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.transport.config import NodeConfig
 

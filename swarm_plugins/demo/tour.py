@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from swarm_plugins.backbone.context import SwarmSettings, active_swarm
+from swarm_plugins.backbone.context import SwarmSettings, active_place
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
@@ -135,7 +135,7 @@ class Tour:
             for server in swarm.servers:
                 self._say(f"   process {server.pid} serves blocks {server.span[0]} to {server.span[1] - 1}")
             try:
-                with active_swarm(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())):
+                with active_place(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())):
                     tuner, tag = self._tune(model, pieces, hub)
                 self._talk(tuner, tokenizer)
             except SwarmError as error:

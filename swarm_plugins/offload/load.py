@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from swarm_plugins.checkpoint.loading import mark_base
 from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
@@ -23,6 +24,8 @@ def load_offloaded(
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
 ) -> PreTrainedModel:
     """Loads a model whose experts stay on disk, with a bounded set of them in memory.
 
@@ -36,6 +39,8 @@ def load_offloaded(
         revision: Branch, tag or commit on the Hub.
         dtype: Floating type to compute in, or its name such as ``bfloat16``; None or ``auto``: the checkpoint's.
         device: Where to compute; None: a CUDA device if there is one, else the CPU.
+        token: Access token of the Hub.
+        cache_dir: Cache of the Hub's files.
 
     Returns:
         The model, in evaluation mode.
@@ -49,7 +54,7 @@ def load_offloaded(
     """
     settings = config or OffloadConfig()
     place = choose_device(device)
-    moe = MoeCheckpoint.open(name_or_dir, revision=revision, dtype=dtype)
+    moe = MoeCheckpoint.open(name_or_dir, revision=revision, dtype=dtype, token=token, cache_dir=cache_dir)
     check_budget(moe, formats_of(moe, settings, place), settings, place)
     moe.store.fetch()
     model = moe.load_rest(place)
@@ -58,6 +63,7 @@ def load_offloaded(
     cache = attach_experts(model, moe, settings, place)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
+    mark_base(model, moe.base_version)
     refuse_saving(model)
     # A compiled graph cannot hold experts that come and go; generate() would make one for a static cache on CUDA.
     if (generation := getattr(model, "generation_config", None)) is not None:

@@ -11,11 +11,12 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 
-from swarm_plugins.backbone.context import SwarmSettings, active_swarm
+from swarm_plugins.backbone.context import OnThisMachine, SwarmSettings, active_place
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.recipes.reading import read_recipe
+from swarm_plugins.strategy.swarm.member import SwarmMember
 
 
 class KeepTrained(Callback):
@@ -67,6 +68,7 @@ def run_recipe(
     *,
     warn: Callable[[str], object],
     num_servers: int = 0,
+    offload: str | None = None,
     ckpt_path: Path | None = None,
 ) -> str:
     """Trains from recipes and returns a line with the last metrics and the place of what was saved.
@@ -76,6 +78,7 @@ def run_recipe(
         options: Keys of the recipe as command-line options; they win over the files.
         warn: Called with the place of the checkpoint if the run ends early.
         num_servers: Servers to start on this machine for the recipe's model. 0: none.
+        offload: Runs the model's blocks on this machine: ``fast=8GB`` or ``none``. None: as the recipe says.
         ckpt_path: Checkpoint to resume from.
 
     Raises:
@@ -87,13 +90,27 @@ def run_recipe(
     if ckpt_path is not None and not ckpt_path.is_file():
         raise ConfigError(f"there is no checkpoint {str(ckpt_path)!r}; give the path of a .ckpt file")
     cli = read_recipe([*(f"--config={recipe}" for recipe in recipes), *options])
-    with _swarm_of(cli.model, num_servers), _kept(cli.trainer, warn), _lightning_errors():
+    with _place_of(cli, num_servers, offload), _kept(cli.trainer, warn), _lightning_errors():
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path and str(ckpt_path))
     if not cli.trainer.is_global_zero:
         return ""
     parts = [f"{name} {float(value):.4f}" for name, value in sorted(cli.trainer.callback_metrics.items())]
     saved = getattr(cli.model, "saved", None)
     return ", ".join([*parts, *([f"saved in {saved}"] if saved else [])]) or "done"
+
+
+def _place_of(cli: Any, num_servers: int, offload: str | None) -> contextlib.AbstractContextManager[None]:
+    if offload is None:
+        return _swarm_of(cli.model, num_servers)
+    if num_servers:
+        raise ConfigError("--offload and --local-swarm say two places for the blocks: give one of them")
+    strategy = cli.trainer.strategy
+    if not isinstance(strategy, SwarmMember):
+        raise ConfigError(
+            f"--offload says where the blocks of a base model run, but the recipe's strategy is "
+            f"{type(strategy).__name__}, which trains the whole model: leave it out, or set --trainer.strategy swarm"
+        )
+    return active_place(OnThisMachine.read(offload, "--offload"))
 
 
 @contextlib.contextmanager
@@ -109,7 +126,7 @@ def _swarm_of(model: Any, num_servers: int) -> Iterator[None]:
         )
     with (
         LocalSwarm(base, num_servers=num_servers) as swarm,
-        active_swarm(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())),
+        active_place(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())),
     ):
         yield
 

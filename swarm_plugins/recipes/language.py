@@ -58,7 +58,7 @@ class LanguageTuner(pl.LightningModule):
 
 
 class AdapterTuner(LanguageTuner):
-    """Trains an adapter of a causal language model whose blocks run on a swarm.
+    """Trains an adapter of a causal language model whose blocks run on a swarm, or offloaded or in memory here.
 
     Args:
         base: Directory of the base model, or its id on the Hub.
@@ -85,7 +85,7 @@ class AdapterTuner(LanguageTuner):
         self._adapter = adapter_config(adapter, task_type="CAUSAL_LM")
 
     def configure_model(self) -> None:
-        """Loads the base model through the strategy's swarm and adds the adapter, once."""
+        """Loads the base model where the strategy says, and adds the adapter, once."""
         if self.model is None:
             base = AutoSwarmModelForCausalLM.from_pretrained(self.base, revision=self.revision)
             self.model = put_on(base, self._adapter)

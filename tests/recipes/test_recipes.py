@@ -115,6 +115,25 @@ def test_what_cannot_work_is_one_sentence(options: list[str], said: str, text: P
     assert re.search(said, sentence(result, code=1 if "--trainer.devices" in options else 2))
 
 
+@pytest.mark.parametrize("place", ["fast=100KB,bits=4", "none"])
+def test_a_recipe_runs_on_this_machine(place: str, text: Path, fit: Fit) -> None:
+    result = fit(LORA, *FAST, "--data.dataset", text, "--data.length", 16, "--offload", place)
+    assert result.exit_code == 0, result.output[-3000:]
+    assert re.search(r"train_loss \d\.\d+", result.output)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "said"),
+    [
+        pytest.param(LORA, ["--offload", "fast=much"], r"invalid --offload fast=much", id="text"),
+        pytest.param(LORA, ["--offload", "none", "--local-swarm", "1"], r"two places.*give one of them", id="two"),
+        pytest.param("prmoe.yaml", ["--offload", "none"], r"--trainer\.strategy swarm", id="whole-model"),
+    ],
+)
+def test_a_place_that_cannot_be_is_one_sentence(recipe: str, options: list[str], said: str, fit: Fit) -> None:
+    assert re.search(said, sentence(fit(recipe, *FAST, *options)))
+
+
 def test_a_missing_recipe_is_named(fit: Fit) -> None:
     assert "no recipe" in sentence(fit("absent.yaml"))
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from swarm_plugins.cli.support.options import OFFLOAD_HELP, parse_offload
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.text import OFFLOAD_HELP, parse_offload
 from swarm_plugins.sizes import parse_bytes
 
 _ENVIRONMENT = {"initial_peers": "SWARM_INITIAL_PEERS"}

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from swarm_plugins.cli.support.options import format_offload
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, Planned
+from swarm_plugins.offload.text import format_offload
 from swarm_plugins.sizes import format_bytes
 
 

@@ -36,6 +36,7 @@ from swarm_plugins.offload.model.outline import (
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
+from swarm_plugins.versions import ModelVersion
 from swarm_plugins.weights.widths import Width
 
 
@@ -64,7 +65,13 @@ class MoeCheckpoint:
 
     @classmethod
     def open(
-        cls, name_or_dir: str | Path, *, revision: str | None = None, dtype: torch.dtype | str | None = None
+        cls,
+        name_or_dir: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
     ) -> Self:
         """Opens a checkpoint and finds its experts.
 
@@ -73,6 +80,8 @@ class MoeCheckpoint:
             revision: Branch, tag or commit on the Hub; for a quantized store, the revision of the model it was made
                 from.
             dtype: Floating type to compute in, or its name; None or ``auto``: the checkpoint's.
+            token: Access token of the Hub.
+            cache_dir: Cache of the Hub's files.
 
         Raises:
             ConfigError: If there is no such model, or ``dtype`` is not a supported floating type.
@@ -80,7 +89,9 @@ class MoeCheckpoint:
             UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
         """
         is_store = is_quantized_store(name_or_dir)
-        checkpoint = Checkpoint.open(name_or_dir, revision=None if is_store else revision)
+        checkpoint = Checkpoint.open(
+            name_or_dir, revision=None if is_store else revision, token=token, cache_dir=cache_dir
+        )
         store = open_quantized(checkpoint, base_revision=revision if is_store else None)
         return cls.inspect(checkpoint, store, dtype=dtype)
 
@@ -147,6 +158,11 @@ class MoeCheckpoint:
     def quantized(self) -> QuantizedStore | None:
         """The store, if `swarm quantize` made it."""
         return self.store if isinstance(self.store, QuantizedStore) else None
+
+    @property
+    def base_version(self) -> ModelVersion:
+        """The model's version; of a store, that of the model it was made from."""
+        return self.checkpoint.version if self.quantized is None else self.quantized.manifest.base_version
 
     @property
     def other_bits(self) -> Width | None:

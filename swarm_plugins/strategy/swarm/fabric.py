@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swarm_plugins.strategy.reading import FabricStrategyBase, check_weights_only, readable
-from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable, has_remote_blocks
+from swarm_plugins.strategy.swarm.inspection import check_placed, check_trainable, is_placed
 from swarm_plugins.strategy.swarm.joining import make_run
 from swarm_plugins.strategy.swarm.member import SwarmMember
 from swarm_plugins.strategy.swarm.state import (
@@ -32,12 +32,12 @@ else:
 class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
-    _is_remote = False
+    _is_found = False
     _samples = 0
     _resumed_run: dict[str, Any] | None = None
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Runs inside ``fabric.init_module()``: models loaded there have their blocks on the swarm."""
+        """Runs inside ``fabric.init_module()``: models loaded there have their blocks where the strategy says."""
         stack = contextlib.ExitStack()
         # Never empty: unlike a base model, an adapter made here is not filled in later.
         stack.enter_context(super().module_init_context(empty_init=False))
@@ -45,15 +45,15 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         return stack
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Checks that the module, or one that was set up before it, has remote blocks.
+        """Checks that the module, or one that was set up before it, has a model loaded where the strategy says.
 
         Raises:
             UnsupportedError: If none has.
         """
-        if not self._is_remote:
-            check_remote(module)
-            self._is_remote = True
-        if self.run_id is not None and has_remote_blocks(module):
+        if not self._is_found:
+            check_placed(module, self.place)
+            self._is_found = True
+        if self.run_id is not None and is_placed(module):
             module.register_forward_pre_hook(self._count, with_kwargs=True)
         return super().setup_module(module)
 
@@ -93,13 +93,13 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         Raises:
             ConfigError: If there is none.
         """
-        if has_remote_blocks(module):
+        if is_placed(module):
             check_trainable(module)
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Returns the trained state; the whole state of a module without remote blocks."""
-        return trained_state(module) if has_remote_blocks(module) else super().get_module_state_dict(module)
+        """Returns the trained state; the whole state of a module without such a model."""
+        return trained_state(module) if is_placed(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restores the trained state.
@@ -107,14 +107,14 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         Raises:
             CheckpointError: If it does not fit.
         """
-        if has_remote_blocks(module):
+        if is_placed(module):
             load_trained(module, state_dict, strict=strict)
         else:
             super().load_module_state_dict(module, state_dict, strict=strict)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Saves a checkpoint that names the version of the base model."""
-        modules = _remote_in(state)
+        modules = _placed_in(state)
         described = {**state, KEY: describe_base(modules[0])} if modules else state
         if modules and self.shared_run is not None:
             described = {**described, KEY_OF_RUN: self.shared_run.state_dict()}
@@ -131,7 +131,7 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         """
         check_weights_only(weights_only)
         described: dict[str, Any] = {}
-        modules = _remote_in(state) if isinstance(state, dict) else []
+        modules = _placed_in(state) if isinstance(state, dict) else []
         if modules or not state:
             with readable(path):
                 described = super().load_checkpoint(path, weights_only=True)
@@ -145,5 +145,5 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         return described
 
 
-def _remote_in(state: Mapping[str, Any]) -> list[nn.Module]:
-    return [value for value in state.values() if isinstance(value, nn.Module) and has_remote_blocks(value)]
+def _placed_in(state: Mapping[str, Any]) -> list[nn.Module]:
+    return [value for value in state.values() if isinstance(value, nn.Module) and is_placed(value)]

@@ -1,4 +1,4 @@
-"""Checks before the first batch that a module can be trained on the swarm."""
+"""Checks before the first batch that a module can be trained where its blocks are."""
 
 from __future__ import annotations
 
@@ -6,45 +6,57 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from swarm_plugins.backbone.context import OnThisMachine, Place
 from swarm_plugins.backbone.decoder_layer import RemoteDecoderLayer
 from swarm_plugins.backbone.standin import StandIn
+from swarm_plugins.checkpoint.loading import marked_base
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.versions import ModelVersion
 
 
-def remote_models(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the innermost modules that hold a list of remote blocks, by name (HF's ``LlamaModel``, say)."""
-    found: dict[str, nn.Module] = {}
+def placed_models(module: nn.Module) -> dict[str, ModelVersion]:
+    """Returns the version of each base model whose blocks have a place: on a swarm, offloaded, or in memory here.
+
+    The keys are names of the innermost modules that hold the lists of blocks (HF's ``LlamaModel``, say).
+    """
+    found: dict[str, ModelVersion] = {}
     for name, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, RemoteDecoderLayer):
+        version = marked_base(part)
+        if version is not None:
+            found[name] = version
+        elif isinstance(part, RemoteDecoderLayer):
             # model.layers.0 -> model
-            path = name.split(".")[:-2]
-            found[".".join(path)] = module.get_submodule(".".join(path))
+            found[".".join(name.split(".")[:-2])] = part.swarm_stack.version
     return found
 
 
-def has_remote_blocks(module: nn.Module) -> bool:
-    """Returns whether some decoder layer of a module runs on the swarm."""
-    return any(isinstance(part, RemoteDecoderLayer) for part in module.modules())
+def is_placed(module: nn.Module) -> bool:
+    """Returns whether a base model in a module was loaded where the strategy says."""
+    return any(isinstance(part, RemoteDecoderLayer) or marked_base(part) is not None for part in module.modules())
 
 
 def base_versions(module: nn.Module) -> list[ModelVersion]:
-    """Returns the versions of the base models whose blocks are remote, each once, in order."""
-    versions = (part.swarm_stack.version for part in module.modules() if isinstance(part, RemoteDecoderLayer))
-    return list(dict.fromkeys(versions))
+    """Returns the versions of the base models, each once, in order."""
+    return list(dict.fromkeys(placed_models(module).values()))
 
 
-def check_remote(module: nn.Module) -> None:
-    """Checks that some block is remote.
+def check_placed(module: nn.Module, place: Place | None) -> None:
+    """Checks that a base model was loaded where the strategy says.
 
     Raises:
-        UnsupportedError: If none is.
+        UnsupportedError: If there is none, or it has its blocks on a swarm although it should be on this machine.
     """
-    if not has_remote_blocks(module):
+    if not is_placed(module):
         raise UnsupportedError(
             f"{type(module).__name__} has no block on the swarm, but strategy 'swarm' was asked for: load the model "
             "in configure_model() with swarm_plugins.AutoSwarmModelForCausalLM.from_pretrained(name), not as a local "
             "model in __init__; to train a local model use strategy='auto'"
+        )
+    if isinstance(place, OnThisMachine) and any(isinstance(part, RemoteDecoderLayer) for part in module.modules()):
+        raise UnsupportedError(
+            f"the blocks of {type(module).__name__} are on a swarm, but the strategy was told to run them on this "
+            "machine (offload): load the model in configure_model(), or inside fabric.init_module(), without "
+            "initial_peers and connection"
         )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swarm_plugins.backbone.context import SwarmSettings, active_swarm, find_settings
+from swarm_plugins.backbone.context import OnThisMachine, Place, SwarmSettings, active_place, find_place
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.together.config import RunConfig
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ class SwarmMember:
 
     strategy_name = "swarm"
     num_nodes: int = 1
-    settings: SwarmSettings | None = None
+    place: Place | None = None
+    """Where blocks run, once `join` has found it."""
     _devices: list[torch.device] | None = None
     _connection: Any = None
     shared_run: SharedRun | None = None
@@ -36,12 +39,14 @@ class SwarmMember:
         initial_peers: Sequence[str] | str | None = None,
         *,
         swarm: SwarmConfig | None = None,
+        offload: OffloadConfig | str | None = None,
         run_id: str | None = None,
         run: RunConfig | None = None,
     ) -> None:
         super().__init__()
         self.initial_peers = initial_peers
         self.swarm = swarm
+        self.offload = offload
         self.run_id = run_id or os.environ.get("SWARM_RUN_ID") or None
         self.run = run
 
@@ -79,7 +84,7 @@ class SwarmMember:
 
         Raises:
             UnsupportedError: If several machines are requested.
-            ConfigError: If an address is malformed.
+            ConfigError: If an address or ``offload`` is malformed, or two places are given.
             TransportError: If the swarm cannot be joined.
         """
         # Fabric writes to the private name.
@@ -88,14 +93,26 @@ class SwarmMember:
             raise UnsupportedError(
                 f"strategy 'swarm' is one client on one machine, got num_nodes={num_nodes}; pass num_nodes=1"
             )
-        self.settings = find_settings(self.initial_peers, self.swarm)
-        if self.settings is not None:
+        self.place = find_place(self.initial_peers, self.swarm, self.offload)
+        if isinstance(self.place, OnThisMachine):
+            if self.run_id is not None:
+                raise ConfigError(
+                    f"run {self.run_id!r} is joined through a swarm, but blocks run on this machine (offload): leave "
+                    "out run_id, or offload"
+                )
+            self.place = dataclasses.replace(self.place, device=str(self.root_device))
+        elif self.place is not None:
             # Held as long as this strategy: models that are loaded through the same peers share it.
-            self._connection = self.settings.connection().start()
+            self._connection = self.place.connection().start()
+
+    @property
+    def settings(self) -> SwarmSettings | None:
+        """The swarm, if blocks run on one that is known by now."""
+        return self.place if isinstance(self.place, SwarmSettings) else None
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which newly loaded models find the swarm."""
-        return contextlib.nullcontext() if self.settings is None else active_swarm(self.settings)
+        """Returns a context in which newly loaded models find their place."""
+        return contextlib.nullcontext() if self.place is None else active_place(self.place)
 
     def take_precision(self, plugin: Any) -> None:
         """Checks Lightning's precision plugin.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from swarm_plugins import __version__
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.strategy.swarm.inspection import base_versions, remote_models
+from swarm_plugins.strategy.swarm.inspection import base_versions, placed_models
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _trainable_names(module: nn.Module) -> set[str]:
 
 def _own_buffers(module: nn.Module) -> set[str]:
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    bases = tuple(f"{name}." if name else "" for name in remote_models(module))
+    bases = tuple(f"{name}." if name else "" for name in placed_models(module))
     return {name for name in module.state_dict() if name not in parameters and not (bases and name.startswith(bases))}
 
 
@@ -99,4 +99,4 @@ def _some(names: Collection[str]) -> str:
 
 
 def _all(versions: Collection[ModelVersion]) -> str:
-    return ", ".join(str(version) for version in versions) or "no remote model"
+    return ", ".join(str(version) for version in versions) or "no model that this strategy places"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from swarm_plugins.strategy.reading import TrainerStrategyBase
-from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable
+from swarm_plugins.strategy.swarm.inspection import check_placed, check_trainable
 from swarm_plugins.strategy.swarm.member import SwarmMember
 from swarm_plugins.strategy.swarm.running import RunCallback
 from swarm_plugins.strategy.swarm.state import (
@@ -37,7 +37,7 @@ class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Runs around ``configure_model``: models loaded there have their blocks on the swarm."""
+        """Runs around ``configure_model``: models loaded there have their blocks where the strategy says."""
         with self.loading():
             yield
 
@@ -45,10 +45,10 @@ class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
         """Checks the module, then sets up devices and optimizers.
 
         Raises:
-            UnsupportedError: If no block of the module is remote.
+            UnsupportedError: If the module's model was not loaded there.
             ConfigError: If it is to be trained and has no adapter.
         """
-        check_remote(self._module)
+        check_placed(self._module, self.place)
         if trainer.state.fn == "fit":
             check_trainable(self._module)
         super().setup(trainer)

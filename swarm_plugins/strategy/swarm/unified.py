@@ -10,7 +10,7 @@ from swarm_plugins.strategy.swarm.trainer import TrainerStrategy
 
 
 class SwarmStrategy(TrainerStrategy, _TrainerDevice):
-    """Trains a module whose blocks run on a swarm, on one device; checkpoints hold the trained tensors only.
+    """Trains a module whose blocks run on a swarm, or offloaded or in memory here; saves the trained tensors only.
 
     ``Trainer(strategy="swarm")`` makes one without arguments. It joins the swarm when fitting starts, before
     ``configure_model``, and models loaded there use it. For ``pytorch_lightning`` use
@@ -20,6 +20,9 @@ class SwarmStrategy(TrainerStrategy, _TrainerDevice):
         initial_peers: Addresses of peers to join the swarm through. None: from ``SWARM_INITIAL_PEERS``, or else from
             the call that loads the model.
         swarm: Deadlines, retries and codec of the client.
+        offload: Runs all blocks on this machine instead: an `OffloadConfig`, or its text such as ``fast=8GB``, leaves
+            experts on disk; ``none`` has all in memory. None: from ``SWARM_OFFLOAD``, or else on a swarm. Checkpoints
+            go on in any of the three places.
         run_id: Name of a run: all Trainers that name it improve one adapter together. None: from ``SWARM_RUN_ID``, or
             else this Trainer trains alone.
         run: Settings of the run.

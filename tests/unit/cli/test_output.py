@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.support.options import OFFLOAD_WORDS
 from swarm_plugins.cli.support.output import in_options
+from swarm_plugins.offload.text import OFFLOAD_WORDS
 
 
 @pytest.mark.parametrize(

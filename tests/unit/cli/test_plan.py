@@ -12,10 +12,10 @@ from type_models import save_type
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.support.options import parse_offload
 from swarm_plugins.cli.support.plan_table import print_plan
 from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, plan_model
+from swarm_plugins.offload.text import parse_offload
 from swarm_plugins.testing.models import save_tiny
 from tests.unit.table_kit import columns_of
 

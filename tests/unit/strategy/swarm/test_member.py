@@ -106,3 +106,9 @@ def test_without_addresses_the_model_has_to_name_them(cls: Any, monkeypatch: pyt
 def test_without_a_module_there_is_no_state() -> None:
     with pytest.raises(RuntimeError, match="no module yet"):
         SwarmStrategy().lightning_module_state_dict()
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_a_run_of_several_peers_needs_a_swarm(cls: Any) -> None:
+    with pytest.raises(ConfigError, match=r"run 'ours' is joined through a swarm, but .* leave out run_id, or offload"):
+        cls(offload="none", run_id="ours").join()

@@ -14,7 +14,7 @@ from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import find_layers
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.strategy.reading import readable
-from swarm_plugins.strategy.swarm.inspection import base_versions, check_remote, check_trainable, has_remote_blocks
+from swarm_plugins.strategy.swarm.inspection import base_versions, check_placed, check_trainable, is_placed
 from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, trained_state
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.versions import ModelVersion
@@ -128,13 +128,13 @@ def test_a_file_that_is_no_checkpoint_is_told_so(error: Exception, said: str) ->
 
 
 def test_a_module_without_remote_blocks_is_refused_with_the_cure() -> None:
-    assert not has_remote_blocks(nn.Linear(1, 1))
+    assert not is_placed(nn.Linear(1, 1))
     with pytest.raises(UnsupportedError, match=r"Linear has no block on the swarm.*configure_model.*strategy='auto'"):
-        check_remote(nn.Linear(1, 1))
+        check_placed(nn.Linear(1, 1), None)
 
 
 def test_an_adapter_is_something_to_train(module: Head) -> None:
-    check_remote(module)
+    check_placed(module, None)
     check_trainable(module)
 
 

@@ -1,4 +1,4 @@
-"""Parses option values with a syntax of their own: ``fast=4GB,bits=4``, ``nf4``."""
+"""Reads settings of offloading as text: ``fast=4GB,bits=4``, ``nf4``."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ OFFLOAD_HELP = f"{', '.join(f'{name}={_form(name)}' for name in _FIELDS)}, each 
 """What ``--offload`` takes."""
 
 
-def parse_offload(text: str) -> OffloadConfig:
+def parse_offload(text: str, option: str = "--offload") -> OffloadConfig:
     """Parses a config such as ``fast=4GB,ram=16GB,prefetch=off``; an empty text means the defaults.
+
+    ``option`` is where the text stands, for messages.
 
     Raises:
         ConfigError: If a name is unknown or given twice, or a value cannot be read or is out of range.
@@ -58,17 +60,17 @@ def parse_offload(text: str) -> OffloadConfig:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in _FIELDS:
             raise ConfigError(
-                f"invalid --offload {part!r}: expected NAME=VALUE with a name out of {', '.join(_FIELDS)}, such as "
+                f"invalid {option} {part!r}: expected NAME=VALUE with a name out of {', '.join(_FIELDS)}, such as "
                 "fast=4GB,ram=16GB,prefetch=off"
             )
         if _FIELDS[name] in fields:
-            raise ConfigError(f"--offload gives {name} twice: {text!r}; give it once")
-        fields[_FIELDS[name]] = _read(name, value)
+            raise ConfigError(f"{option} gives {name} twice: {text!r}; give it once")
+        fields[_FIELDS[name]] = _read(name, value, option)
     return OffloadConfig(**fields)
 
 
-def _read(name: str, value: str) -> Any:
-    invalid = f"invalid --offload {name}={value}"
+def _read(name: str, value: str, option: str) -> Any:
+    invalid = f"invalid {option} {name}={value}"
     if name in _CHOICES:
         if value not in _CHOICES[name]:
             raise ConfigError(f"{invalid}: expected {_one_of(_CHOICES[name])}")

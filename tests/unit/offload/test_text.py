@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_plugins.cli.support.options import format_offload, parse_offload
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig
+from swarm_plugins.offload.text import format_offload, parse_offload
 
 
 @pytest.mark.parametrize(
