@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from typer.testing import Result
 
+from swarm_plugins import find_adapters
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.local_hub import LocalHub
 from tests.recipes.conftest import RECIPES
 
 pytestmark = [
@@ -120,6 +124,23 @@ def test_a_recipe_runs_on_this_machine(place: str, text: Path, fit: Fit) -> None
     result = fit(LORA, *FAST, "--data.dataset", text, "--data.length", 16, "--offload", place)
     assert result.exit_code == 0, result.output[-3000:]
     assert re.search(r"train_loss \d\.\d+", result.output)
+
+
+@pytest.mark.parametrize("recipe", ["lora_moe.yaml", "prompts_moe.yaml"])
+def test_a_mixture_on_disk_is_tuned_and_its_adapter_published(
+    recipe: str, model: Path, text: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with LocalHub() as hub:
+        publishing = f"repo_id: me/my-adapter, endpoint: '{hub.endpoint}', token: local"
+        content = (RECIPES / recipe).read_text().replace("  # callbacks", "  callbacks")
+        assert "repo_id: me/my-adapter" in content
+        (tmp_path / recipe).write_text(content.replace("repo_id: me/my-adapter", publishing))
+        steps = ["--trainer.max_steps", 2, *SHORT, "--data.dataset", text]
+        result = fit(tmp_path / recipe, *steps, "--offload", "fast=100KB,bits=4")
+        assert result.exit_code == 0, result.output[-3000:]
+        [found] = find_adapters(Checkpoint.open(model).version, endpoint=hub.endpoint)
+    assert found.repo_id == "me/my-adapter"
 
 
 @pytest.mark.parametrize(
