@@ -13,6 +13,8 @@ from test_sessions import FailOnce
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.server.state.prefixes import Begun
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
@@ -128,6 +130,26 @@ def test_pages_give_way_to_sessions(directory: Path, swarm: InProcessSwarm) -> N
     assert 0 < len(prefixes) < 3
     pool.release(page_bytes // 2)
     assert generate(remote, PROMPT).shape == (1, 206)
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
+def test_a_step_that_hides_earlier_tokens_has_other_pages(directory: Path, swarm: InProcessSwarm) -> None:
+    service = swarm.services["peer0"]
+    prefixes, blocks = service.prefixes, service.spec.blocks
+    hidden = torch.randn(1, 2 * PAGE, service.spec.hidden_size)
+    begun = prefixes.begun("a", blocks, 1)
+
+    def keys(start: Begun, first: int, mask: torch.Tensor) -> list[bytes]:
+        return prefixes.keys(start, SpanInputs(blocks=blocks, hidden=hidden[:, first:], attention_mask=mask))
+
+    ones = torch.ones(1, 2 * PAGE, dtype=torch.bool)
+    whole = keys(begun, 0, ones)
+    first = keys(begun, 0, ones)[:1]
+    behind = Begun(first[0], PAGE)
+    assert keys(behind, PAGE, ones) == whole[1:]
+    hiding = ones.clone()
+    hiding[:, :PAGE] = False
+    assert keys(behind, PAGE, hiding) != whole[1:]
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)

@@ -85,14 +85,13 @@ class PrefixStore:
         key, found = begun.key, []
         for start in range(0, inputs.hidden.shape[1] - PAGE_TOKENS + 1, PAGE_TOKENS):
             page = inputs.take_tokens(start, start + PAGE_TOKENS)
-            mask = page.attention_mask
             key = self._hash(
                 key,
                 used,
                 *_bytes_of(page.hidden),
                 *_bytes_of(page.position_ids),
                 *_bytes_of(page.token_ids),
-                *_bytes_of(None if mask is None else mask[:, -PAGE_TOKENS:]),
+                *_bytes_of(page.attention_mask),  # all of it: a later step may hide earlier tokens
             )
             found.append(key)
         return found
