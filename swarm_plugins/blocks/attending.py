@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -12,8 +11,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 SDPA = "sdpa"
 _MOST_GROUPED_WIDTH = 256
 """Heads up to this width can share keys and values inside the kernel, as transformers' ``use_gqa_in_sdpa`` says."""
-_MOST_WIDENED_TOKENS = 128
-"""On CPUs, torch's gradient of attention in 16 bits takes two to three times as long as that in float32 for so many."""
 _PLAIN = {"dropout", "scaling"}
 """Arguments of a call that asks for nothing special."""
 
@@ -21,7 +18,7 @@ _PLAIN = {"dropout", "scaling"}
 def of_single(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Returns what a single token of each row sees, ``[B, H, 1, W]``; shapes as for `attend`."""
     dtype = query.dtype
-    if _is_16_bit(query):
+    if dtype.itemsize == 2 and query.device.type == "cpu":
         # torch's kernel for 16 bits takes four to six times as long for one token as that for float32.
         query, key, value = query.float(), key.float(), value.float()
     output = functional.scaled_dot_product_attention(
@@ -46,13 +43,5 @@ def attend(name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tens
     if is_single and query.shape[3] == value.shape[3] <= _MOST_GROUPED_WIDTH and kwargs.keys() == _PLAIN:
         # What transformers' function comes to: its checks take longer than the attention of a short sequence.
         return of_single(query, key, value, kwargs["scaling"]).transpose(1, 2)
-    dtype = query.dtype
-    if name == SDPA and torch.is_grad_enabled() and _is_16_bit(query) and key.shape[2] <= _MOST_WIDENED_TOKENS:
-        query, key, value = query.float(), key.float(), value.float()
-        mask = mask.float() if isinstance(mask, Tensor) and mask.is_floating_point() else mask
     found: Tensor = ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, **kwargs)[0]
-    return found if found.dtype == dtype else found.to(dtype)
-
-
-def _is_16_bit(tensor: Tensor) -> bool:
-    return tensor.dtype.itemsize == 2 and tensor.device.type == "cpu"
+    return found

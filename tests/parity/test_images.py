@@ -165,6 +165,7 @@ def test_a_prompt_in_chunks_is_not_cut_inside_an_image(
 ) -> None:
     monkeypatch.setattr(pipe, "_LEAST_TOKENS", 1)
     monkeypatch.setattr(pipe, "num_chunks", lambda *_: 6)
+    monkeypatch.setattr(pipe, "page_size", min)
     with models(model_type, tmp_path, push=push) as (remote, local, _):
         inputs = prompts(local, "titit", "itttt")
         seen = recorded_steps(monkeypatch)

@@ -68,14 +68,7 @@ def test_another_type_is_computed_in(pair_of: Callable[[str], Pair], dtype: torc
     local = AutoModelForCausalLM.from_pretrained(pair.checkpoint.directory, dtype=dtype)
     base(local).norm = torch.nn.Identity()
     assert span.spec.dtype == dtype
-    inputs = SpanInputs(blocks=BLOCKS, hidden=hidden)
-    expected = run_local(local, hidden)
-    with torch.no_grad():
-        assert torch.equal(span.forward(inputs).hidden, expected)
-    # With gradients, short attention is computed in float32.
-    found = span.forward(inputs).hidden
-    assert found.dtype == dtype
-    assert (found - expected).float().norm() <= 4 * torch.finfo(dtype).eps * expected.float().norm()
+    assert torch.equal(span.forward(SpanInputs(blocks=BLOCKS, hidden=hidden)).hidden, run_local(local, hidden))
     assert span.spec.kv_token_bytes == pair.span.spec.kv_token_bytes // 2
 
 
