@@ -14,7 +14,7 @@ from swarm_plugins.hub.folder import CONFIG_FILE
 # Settings that make PEFT import a module by its name, or unpickle a file.
 _REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
 
-# The rest is for adapters that share their base with others.
+# These two are for adapters that share their base with others.
 _HARMLESS_TYPES = ("LORA", "IA3", "LOHA", "LOKR", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal")
 """Ways to initialize LoRA that leave the base's weights alone. PiSSA, OLoRA, LoftQ and others change them."""
@@ -37,8 +37,8 @@ def check_settings(adapter: AdapterFolder, *, is_shared: bool) -> None:
         is_shared: Whether other models use the same base weights.
 
     Raises:
-        CheckpointError: If the config is not a JSON object, would load code or pickled files, or, where the base is
-            shared, could change it or take an unbounded amount of memory or time.
+        CheckpointError: If the config is not a JSON object, would load code or pickled files or take an unbounded
+            amount of memory, or, where the base is shared, could change it or take an unbounded time.
     """
     try:
         config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
@@ -52,7 +52,9 @@ def check_settings(adapter: AdapterFolder, *, is_shared: bool) -> None:
             f"{CONFIG_FILE} of {adapter.label} sets {', '.join(found)}, which would load code or pickled files; "
             "ask its author to save it without"
         )
-    if is_shared and (fault := _start_fault(config) or _name_fault(config) or _size_fault(config)):
+    if fault := _size_fault(config):
+        raise CheckpointError(f"{adapter.label} cannot be used: its {CONFIG_FILE} {fault}")
+    if is_shared and (fault := _start_fault(config) or _name_fault(config)):
         raise CheckpointError(f"{adapter.label} cannot share its base with other models: its {CONFIG_FILE} {fault}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.server.state.prefixes import Begun
+from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
+from swarm_plugins.server.rpc import beginnings
+from swarm_plugins.server.rpc.beginnings import _keep
+from swarm_plugins.server.state.prefixes import Begun, PrefixStore, has_whole_pages
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
@@ -114,22 +118,31 @@ def test_a_step_that_fails_behind_known_pages_is_run_again(directory: Path, swar
     assert fault.has_failed
 
 
-@pytest.mark.parametrize("directory", ["llama"], indirect=True)
-def test_pages_give_way_to_sessions(directory: Path, swarm: InProcessSwarm) -> None:
-    remote = load(directory, swarm)
-    service = swarm.services["peer0"]
-    pool, prefixes = service.runner.pool, service.prefixes
-    generate(remote, PROMPT)
-    generate(remote, OTHER)
-    page_bytes = prefixes.num_bytes // len(prefixes)
-    assert len(prefixes) == 3  # two of them begin both
-    pool.budget_bytes = pool.used_bytes + 2 * page_bytes
-    pool.reserve(page_bytes // 2)
-    generate(remote, PROMPT[:, :PAGE])
+def test_pages_give_way_to_sessions() -> None:
+    layout = BlockKV(key_heads=1, key_width=8, value_heads=1, value_width=8, dtype=torch.float32)
+    page_bytes = PAGE * (layout.token_bytes + 4 * 4)
+    pool = KVPool(1 << 20)
+    prefixes = PrefixStore(pool)
+    cache = KVCache(pool, {0: layout}, range(1), 1, torch.device("cpu"))
+    cache.reserve(8 * PAGE)  # so that it need not grow
+    cache.advance(2 * PAGE)
+    begun, outputs = prefixes.begun("a", range(1), 1), torch.randn(1, 2 * PAGE, 4)
+    for name in (b"x", b"y"):
+        prefixes.keep(cache, begun, [name + b"0", name + b"1"], outputs)
+    assert len(prefixes) == 4
+    assert prefixes.num_bytes == 4 * page_bytes
+    # Beginning with the least recently used ones, and no further than has to be.
+    assert len(prefixes.restore(cache, [b"x0", b"x1"])) == 2
+    pool.reserve(pool.free_bytes - 2 * page_bytes)
+    assert prefixes.num_bytes == 2 * page_bytes
+    assert prefixes.restore(cache, [b"y0"]) == []
+    # A beginning does not displace its own first page.
+    prefixes.keep(cache, begun, [b"z0", b"z1", b"z2"], torch.cat([outputs, outputs[:, :PAGE]], dim=1))
     assert prefixes.num_bytes <= pool.free_bytes
-    assert 0 < len(prefixes) < 3
-    pool.release(page_bytes // 2)
-    assert generate(remote, PROMPT).shape == (1, 206)
+    pool.reserve(pool.free_bytes)
+    assert (len(prefixes), prefixes.num_bytes) == (0, 0)
+    prefixes.keep(cache, begun, [b"x0"], outputs)
+    assert len(prefixes) == 0
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
@@ -150,6 +163,38 @@ def test_a_step_that_hides_earlier_tokens_has_other_pages(directory: Path, swarm
     hiding = ones.clone()
     hiding[:, :PAGE] = False
     assert keys(behind, PAGE, hiding) != whole[1:]
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
+def test_what_a_page_cannot_hold_is_computed(directory: Path, swarm: InProcessSwarm) -> None:
+    service = swarm.services["peer0"]
+    prefixes, spec = service.prefixes, service.spec
+    inputs = SpanInputs(blocks=spec.blocks, hidden=torch.randn(1, 40 * PAGE, spec.hidden_size))
+    assert has_whole_pages(inputs, spec)
+    assert not has_whole_pages(replace(inputs, collect_hidden=True), spec)
+    assert not has_whole_pages(inputs.take_tokens(0, PAGE - 1), spec)
+    # Some families encode all positions by the longest one.
+    assert not has_whole_pages(inputs, replace(spec, has_fixed_positions=False))
+    keys = prefixes.keys(prefixes.begun("a", spec.blocks, 1), inputs)
+    assert len(keys) == 32  # copying more at once would keep others waiting
+    assert prefixes.keys(Begun(keys[-1], 32 * PAGE), inputs) == []
+
+
+@pytest.mark.parametrize("directory", ["llama"], indirect=True)
+@pytest.mark.parametrize("fault", ["changed", "nan"])
+def test_pages_of_other_tokens_or_without_numbers_are_not_kept(
+    directory: Path, swarm: InProcessSwarm, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(prefixes: Any, session: Any, num_changes: int, begun: Any, keys: Any, hidden: torch.Tensor) -> None:
+        # A step with cache operations has run before, or a fault of the machine.
+        session.num_changes += fault == "changed"
+        _keep(prefixes, session, num_changes, begun, keys, hidden * (float("nan") if fault == "nan" else 1))
+
+    monkeypatch.setattr(beginnings, "_keep", keep)
+    remote = load(directory, swarm)
+    expected = generate(remote, PROMPT)
+    assert [len(service.prefixes) for service in swarm.services.values()] == [0, 0]
+    assert torch.equal(generate(remote, PROMPT), expected)
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)

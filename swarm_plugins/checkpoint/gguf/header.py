@@ -43,6 +43,10 @@ _NAMES = {
     30: "BF16", 39: "MXFP4",
 }  # fmt: skip
 """By ggml's number."""
+_MOST_ENTRIES = 1 << 16
+"""Tensors, and settings: large mixtures have a few thousand tensors."""
+_MOST_STRINGS = 1 << 22
+"""In one list: vocabularies have a few hundred thousand."""
 
 
 class GgufTensor(NamedTuple):
@@ -96,6 +100,11 @@ def parse_gguf(head: bytes, label: str, file_bytes: int | None) -> GgufHeader:
         known = ", ".join(map(str, _VERSIONS))
         raise CheckpointError(f"{label} is GGUF of version {version}; known: {known}")
     num_tensors, num_fields = cursor.number("<Q"), cursor.number("<Q")
+    if max(num_tensors, num_fields) > _MOST_ENTRIES:
+        raise CheckpointError(
+            f"the header of {label} counts {num_tensors} tensors and {num_fields} settings, expected at most "
+            f"{_MOST_ENTRIES} of each: it is corrupt, fetch the file again"
+        )
     # Each takes at least so many bytes: counts that lie end here.
     cursor.expect(num_fields * 12 + num_tensors * 24)
     metadata: dict[str, Value] = {}
@@ -162,12 +171,15 @@ class _Cursor:
         of, length = self.number("<I"), self.number("<Q")
         if of in _SCALARS:
             self.take(length * struct.calcsize(_SCALARS[of]))
-        elif of == _STRING:
+        elif of == _STRING and length <= _MOST_STRINGS:
             self.expect(length * 8)
             for _ in range(length):
                 self.take(self.number("<Q"))
         else:
-            raise CheckpointError(f"the header of {self.label} holds a list of the unknown type {of}: fetch it again")
+            raise CheckpointError(
+                f"the header of {self.label} holds a list of {length} values of type {of}, which is not read: it is "
+                "corrupt, fetch the file again"
+            )
         return None
 
 

@@ -33,24 +33,30 @@ async def run_beginning(service: Service, session: Session, inputs: StepInputs, 
         return await run(inputs), 0
     prefixes, num_new = service.prefixes, inputs.hidden.shape[1]
     keys = await hashing(inputs.hidden.nbytes, functools.partial(prefixes.keys, begun, inputs))
-    known = await service.scheduler.call(
-        lambda: prefixes.restore(session.cache, keys), timeout_s=limits.REQUEST_TIMEOUT_S, peer=session.peer
-    )
-    num_known = len(known) * PAGE_TOKENS
-    if num_known < num_new:
-        try:
+    if not keys:
+        return await run(inputs), 0
+    try:
+        known = await service.scheduler.call(
+            lambda: prefixes.restore(session.cache, keys), timeout_s=limits.REQUEST_TIMEOUT_S, peer=session.peer
+        )
+        num_known = len(known) * PAGE_TOKENS
+        if num_known < num_new:
             outputs = await run(inputs.take_tokens(num_known, num_new) if known else inputs)
-        except BaseException:
-            # A step that fails leaves the cache as it was.
-            service.scheduler.post(lambda: None if session.is_closed else session.cache.crop(begun.tokens))
-            raise
-        known.append(outputs.hidden)
+            known.append(outputs.hidden)
+    except BaseException:
+        # A step that fails leaves the cache as it was.
+        service.scheduler.post(lambda: None if session.is_closed else session.cache.crop(begun.tokens))
+        raise
     outputs = SpanOutputs(hidden=torch.cat(known, dim=1) if len(known) > 1 else known[0])
-    service.scheduler.post(functools.partial(_keep, prefixes, session, begun, keys, outputs.hidden))
+    keep = functools.partial(_keep, prefixes, session, session.num_changes, begun, keys, outputs.hidden)
+    service.scheduler.post(keep)
     session.begun = Begun(keys[-1], begun.tokens + len(keys) * PAGE_TOKENS)
     return outputs, num_known
 
 
-def _keep(prefixes: PrefixStore, session: Session, begun: Begun, keys: list[bytes], hidden: Tensor) -> None:
-    if not session.is_closed and session.cache.length >= begun.tokens + len(keys) * PAGE_TOKENS:
+def _keep(
+    prefixes: PrefixStore, session: Session, num_changes: int, begun: Begun, keys: list[bytes], hidden: Tensor
+) -> None:
+    # Steps that only append may have run meanwhile, but no operation: that could put other tokens there.
+    if not session.is_closed and session.num_changes == num_changes:
         prefixes.keep(session.cache, begun, keys, hidden)

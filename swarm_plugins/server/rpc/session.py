@@ -22,7 +22,7 @@ from swarm_plugins.server.rpc.push import finished, plain_step
 from swarm_plugins.server.rpc.session_memory import admitted, cache_bytes, max_tokens, room, too_long
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.inbox import Inbox
-from swarm_plugins.server.state.sessions import Session, apply_ops
+from swarm_plugins.server.state.sessions import Session
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 
@@ -174,7 +174,7 @@ class _Stream:
             run = functools.partial(
                 service.scheduler.step,
                 timeout_s=limits.REQUEST_TIMEOUT_S,
-                prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
+                prepare=(lambda: session.change(request.ops)) if request.ops else None,
                 peer=self._peer,
                 takes_long=_takes_long(adapters),
             )

@@ -28,6 +28,8 @@ from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError
 
 _HASH_BYTES = 32
+_MOST_PAGES = 32
+"""Pages of a beginning: copying them is one piece of work, during which others wait."""
 
 
 class Begun(NamedTuple):
@@ -80,10 +82,11 @@ class PrefixStore:
         return Begun(self._hash(repr((owner, blocks, batch_size)).encode()), 0)
 
     def keys(self, begun: Begun, inputs: SpanInputs) -> list[bytes]:
-        """Returns the hash of each whole page of new tokens, given what came before them."""
+        """Returns the hash of each whole page of new tokens, of the first if they are many, given what came before."""
         used = repr(([one.digest for one in inputs.adapters.adapters], inputs.adapters.rows)).encode()
         key, found = begun.key, []
-        for start in range(0, inputs.hidden.shape[1] - PAGE_TOKENS + 1, PAGE_TOKENS):
+        end = min(inputs.hidden.shape[1], _MOST_PAGES * PAGE_TOKENS - begun.tokens)
+        for start in range(0, end - PAGE_TOKENS + 1, PAGE_TOKENS):
             page = inputs.take_tokens(start, start + PAGE_TOKENS)
             key = self._hash(
                 key,
@@ -122,6 +125,8 @@ class PrefixStore:
 
     def keep(self, cache: KVCache, begun: Begun, keys: Sequence[bytes], outputs: Tensor) -> None:
         """Keeps the pages of a step that has run, ``[B, S, D]`` of outputs, as far as there is memory."""
+        if not bool(torch.isfinite(outputs).all()):
+            return
         own_bytes = sum(self._pages[key].num_bytes for key in keys if key in self._pages)
         for number, key in enumerate(keys):
             if key in self._pages:
@@ -159,6 +164,8 @@ def has_whole_pages(inputs: SpanInputs, spec: SpanSpec) -> bool:
     use, positions = inputs.adapters, inputs.position_ids
     return (
         inputs.hidden.shape[1] >= PAGE_TOKENS
+        # A page would hold for one length only.
+        and spec.has_fixed_positions
         and not (inputs.collect_hidden or inputs.collect_router)
         and inputs.layer_masks is None
         and (positions is None or positions.ndim == 2)

@@ -37,6 +37,8 @@ class Session:
     """Whether a step is waiting or running."""
     used_at: float = field(default_factory=time.monotonic)
     """When the last step ended."""
+    num_changes: int = 0
+    """Steps that came with cache operations, so far; counted on the compute thread."""
     begun: Begun | None = None
     """How it has begun, as long as that can be told; see `PrefixStore`."""
     history: bytes = b""
@@ -56,6 +58,11 @@ class Session:
             self.used_at = time.monotonic()
         finally:
             self.is_busy = False
+
+    def change(self, ops: tuple[CacheOp, ...]) -> None:
+        """Applies checked operations; only on the compute thread."""
+        self.num_changes += 1
+        apply_ops(ops, self.cache)
 
     def close(self) -> None:
         """Releases the cache; only on the compute thread. Idempotent."""
