@@ -137,7 +137,11 @@ def test_linear_layers_keep_their_codes(served: Served) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     "served",
-    [pytest.param(("fp8", "mixtral"), id="fp8"), pytest.param(("mxfp4", "gpt_oss"), id="mxfp4")],
+    [
+        pytest.param(("fp8", "mixtral"), id="fp8"),
+        pytest.param(("mxfp4", "gpt_oss"), id="mxfp4"),
+        pytest.param(("fp8-fused", "qwen3_moe"), id="fp8-fused"),
+    ],
     indirect=True,
 )
 def test_blocks_at_the_client_are_widened(served: Served) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -195,7 +195,8 @@ def _stack(
                 f"{target} lies as [in, out] and is packed as {published.name}, which is known as [out, in]: give the "
                 "unquantized checkpoint"
             )
-        return ((published.weight(plain, groups[plain], (rows, columns), num_experts),),)
+        weight = published.weight(plain, groups[plain], (rows, columns), num_experts)
+        return ((replace(weight, is_transposed=bool(module.is_transposed)),),)
     patterns = [pattern for pattern in by_pattern if pattern is not None]
     converter = rules.converter(patterns)
     operations = list(converter.operations) if converter is not None else []

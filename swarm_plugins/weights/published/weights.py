@@ -33,12 +33,14 @@ class PackedWeight:
     format: PublishedFormat
     num_experts: int | None
     """How many of them each tensor stacks. None: it is one weight."""
+    is_transposed: bool = False
+    """Whether plain ones lie as ``[in, out]`` in the place of it."""
 
     @property
     def wide_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that `Published.widened` returns."""
-        rows, columns = self.format.shape
-        return (rows, columns) if self.num_experts is None else (self.num_experts, columns, rows)
+        one = self.format.shape[::-1] if self.is_transposed else self.format.shape
+        return one if self.num_experts is None else (self.num_experts, *one)
 
 
 class Published:
@@ -174,8 +176,9 @@ class Published:
     def widened(self, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         """Reads a weight and returns it as a checkpoint that is not packed has it; raises what `read` does."""
         wide = [weight.format.widen(parts, dtype) for parts in self.read([weight])]
-        # Stacked weights lie as the module has them: [in, out].
-        return wide[0] if weight.num_experts is None else torch.stack([one.T for one in wide])
+        if weight.is_transposed:
+            wide = [one.T for one in wide]
+        return wide[0] if weight.num_experts is None else torch.stack(wide)
 
     def _needed(self, weight: PackedWeight) -> list[str]:
         kept = {part.name for part in weight.format.file_parts} | set(_TOLD)

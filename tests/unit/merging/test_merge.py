@@ -11,7 +11,7 @@ import pytest
 import torch
 from merging_kit import EXPERTS, LORA, load, merged_by_peft, save_adapter, save_base
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
-from published_models import save_mxfp4, save_published
+from published_models import save_fused_fp8, save_mxfp4, save_published
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -86,10 +86,12 @@ def test_shared_embeddings_are_written_apart_if_one_of_them_changes(tmp_path: Pa
     assert not torch.equal(out.lm_head.weight, out.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("way", ["fp8", "gptq", "mxfp4"])
+@pytest.mark.parametrize("way", ["fp8", "gptq", "mxfp4", "fp8-fused"])
 def test_a_packed_base_is_widened(tmp_path: Path, way: str) -> None:
-    base, wide = save_mxfp4(tmp_path) if way == "mxfp4" else save_published(way, "llama", tmp_path)
-    config = LoraConfig(**LORA, target_parameters=EXPERTS if way == "mxfp4" else None)
+    # Their experts are stacked, in the one as [in, out], in the other as [out, in].
+    stacked = {"mxfp4": save_mxfp4, "fp8-fused": save_fused_fp8}
+    base, wide = stacked[way](tmp_path) if way in stacked else save_published(way, "llama", tmp_path)
+    config = LoraConfig(**LORA, target_parameters=EXPERTS if way in stacked else None)
     adapter = save_adapter(tmp_path / "adapter", wide, config)
     out = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32")
     check_equal(out, merged_by_peft(wide, adapter, torch.float32), wide, torch.float32)
