@@ -268,12 +268,12 @@ def test_a_model_on_the_hub_is_fetched_once_and_known_by_its_commit(
     local = save_toy("mixtral", tmp_path / "model", max_shard_size="60KB")
     with LocalHub() as hub:
         commit = hub.add("org/moe", tmp_path / "model")
-        options = {"endpoint": hub.endpoint, "cache_dir": tmp_path / "cache"}
-        monkeypatch.setattr(Checkpoint, "open", functools.partial(Checkpoint.open, **options))
-        model = load_offloaded("org/moe", FEW, device="cpu")
+        monkeypatch.setattr(Checkpoint, "open", functools.partial(Checkpoint.open, endpoint=hub.endpoint))
+        options = {"device": "cpu", "cache_dir": tmp_path / "cache"}
+        model = load_offloaded("org/moe", FEW, **options)
         torch.testing.assert_close(logits(model), logits(local))
         served = hub.bytes_served("org/moe")
-        again = load_offloaded("org/moe", FEW, revision=commit, device="cpu")
+        again = load_offloaded("org/moe", FEW, revision=commit, **options)
         assert torch.equal(logits(again), logits(model))
         assert hub.bytes_served("org/moe") - served < 20_000, "no weights"
     assert model.name_or_path == model.config.name_or_path == "org/moe"

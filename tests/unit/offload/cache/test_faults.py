@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cache_kit import FakeStore, borrowed, content, make, wait_for, wait_for_borrower
+from cache_kit import FakeStore, borrowed, content, make, num_open, wait_for, wait_for_borrower
 
 from swarm_plugins.errors import CheckpointError, SwarmError
 from swarm_plugins.offload.cache.cache import BoundedCache
@@ -79,16 +79,16 @@ def test_a_borrower_that_stops_half_way_leaves_nothing_held(store: FakeStore, ca
 
 
 def test_an_unreferenced_cache_is_gone_with_its_threads_and_files(store: FakeStore) -> None:
-    num_open = len(os.listdir("/proc/self/fd"))
     cache = make(store, num_fast=4)
     borrowed(cache, 0, range(4))
+    assert num_open(store.directory) == 1
     gone = weakref.ref(cache)
     del cache
     gc.collect()
     assert gone() is None
     # Readers without work have to end by themselves.
     wait_for(lambda: not any(thread.name == "expert-reader" for thread in threading.enumerate()))
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert num_open(store.directory) == 0
 
 
 def test_closing_while_others_wait_wakes_them(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:

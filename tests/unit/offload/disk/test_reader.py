@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_kit import num_open
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -228,18 +229,17 @@ def test_a_file_stays_open_until_the_disk_has_answered(path: Path, monkeypatch: 
         except CheckpointError as error:
             errors.append(error)
 
-    num_open = len(os.listdir("/proc/self/fd"))
     reader = RangeReader()
     monkeypatch.setattr(os, "preadv", hang)
     thread = threading.Thread(target=read_all)
     thread.start()
     assert begun.wait(10)
     reader.close()
-    assert len(os.listdir("/proc/self/fd")) == num_open + 1
+    assert num_open(path.parent) == 1
     go_on.set()
     thread.join(10)
     assert "the model was unloaded" in str(errors)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert num_open(path.parent) == 0
 
 
 @settings(max_examples=40, deadline=None)
