@@ -12,23 +12,30 @@ from swarm_plugins.recent import Recent
 
 
 class Clocks:
-    """How much each of some names has had. Whoever comes (back) starts at the present, so idle time earns nothing.
+    """How much each of some names has had. Who comes starts at the present, who comes back a credit earlier at most.
 
     The clocks used longest ago are forgotten when there are very many; such a name starts at the present, too.
+
+    Args:
+        credit: How much idle time earns at most. Who asks for less than its share then waits for one piece of
+            others' work, not for as much as it has just had. None may have more than its share for longer than that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credit: float = 0.0) -> None:
+        self._credit = credit
         self._at = Recent[str, float]()
         self._present = 0.0
 
     def start(self, name: str) -> float:
         """Returns when the next piece of work of a name would start; the least goes first."""
-        return max(self._at.get(name, 0.0), self._present)
+        at = self._at.get(name)
+        return self._present if at is None else max(at, self._present - self._credit)
 
     def advance(self, name: str, amount: float) -> None:
         """Notes that a name has had so much."""
-        self._present = self.start(name)
-        self._at[name] = self._present + amount
+        start = self.start(name)
+        self._present = max(self._present, start)
+        self._at[name] = start + amount
 
 
 class FairLock:

@@ -34,6 +34,7 @@ _LEVELS = {
     logging.CRITICAL: "critical",
 }
 _M_ARENA_MAX = -8
+_SWITCH_S = 0.0005
 _LAST_RESORT_S = 40.0
 """Time from a signal to the end of the process at the latest: each part of leaving has a shorter deadline."""
 
@@ -63,6 +64,9 @@ def prepare_process(log_level: str, threads: int | None, *, log_format: str = "t
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     logging.captureWarnings(log_format == "json")
+    # Each operation of torch gives up the interpreter, and a busy event loop keeps it for so long: by default 5 ms. A
+    # forward has hundreds of them.
+    sys.setswitchinterval(_SWITCH_S)
     if threads is not None:
         torch.set_num_threads(threads)
     # By default glibc keeps freed memory in one arena per thread: a server with two busy threads would hold it twice.

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS, _MAX_PACK_TOKENS = 64, 1024
-_PORTION_S = 0.05
+_PORTION_S = 0.02
 """Batches of training are cut so that a forward takes about so long, a backward a few times it: others wait for it."""
 _BLOCK_S = 0.25
 """Rows are cut so that a forward through one block takes about this time, a backward a few times it."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 _ANSWER_S = 600.0
+_ADDRESS = "127.0.0.2"
 _RANK = 16
 _LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 
@@ -46,8 +47,13 @@ class Attacker:
         self.width = width
         self.span: dict[str, Any] = {"version": info.version, "start": info.start, "end": info.end}
 
-    async def open(self, rpc: str) -> Channel:
-        return await self.node.open(self.peer, rpc, timeout_s=60.0)
+    @contextlib.asynccontextmanager
+    async def stream(self, rpc: str) -> AsyncIterator[Channel]:
+        channel = await self.node.open(self.peer, rpc, timeout_s=60.0)
+        try:
+            yield channel
+        finally:
+            await channel.close()
 
     async def ask(self, channel: Channel, request: Message) -> Message:
         await channel.send(request)
@@ -60,62 +66,62 @@ class Attacker:
         return torch.ones(*shape, self.width)
 
 
-Attack = Callable[[Attacker], AsyncIterator[None]]
+Attack = Callable[[Attacker], AsyncGenerator[None, None]]
 
 
-async def _in_sessions(attacker: Attacker, step: SessionStep) -> AsyncIterator[None]:
+async def _in_sessions(attacker: Attacker, step: SessionStep) -> AsyncGenerator[None, None]:
     """Makes the same step in one session without end: it begins by dropping what it added the time before."""
-    channel = await attacker.open("rpc_session")
-    await attacker.ask(channel, SessionOpen(batch_size=1, **attacker.span))
-    await attacker.ask(channel, SessionStep(hidden=attacker.hidden(1, 1), cached_tokens=0))
     again = msgspec.structs.replace(step, ops=(*step.ops, CacheOp(kind="crop", indices=(1,))))
-    while True:
-        await attacker.ask(channel, again)
-        yield
+    async with attacker.stream("rpc_session") as channel:
+        await attacker.ask(channel, SessionOpen(batch_size=1, **attacker.span))
+        await attacker.ask(channel, SessionStep(hidden=attacker.hidden(1, 1), cached_tokens=0))
+        while True:
+            await attacker.ask(channel, again)
+            yield
 
 
-async def cache_operations(attacker: Attacker) -> AsyncIterator[None]:
+async def cache_operations(attacker: Attacker) -> AsyncGenerator[None, None]:
     """A message of some kilobytes handles as many rows as a step may."""
     pair = (CacheOp(kind="repeat", indices=(8192,)), CacheOp(kind="select", indices=(0,)))
     async for _ in _in_sessions(attacker, SessionStep(hidden=attacker.hidden(1, 1), cached_tokens=1, ops=pair * 7)):
         yield
 
 
-async def _with_adapter(attacker: Attacker, upload: AdapterUpload) -> AsyncIterator[None]:
+async def _with_adapter(attacker: Attacker, upload: AdapterUpload) -> AsyncGenerator[None, None]:
     """Names one adapter as often as a step may."""
-    channel = await attacker.open("rpc_adapter")
-    await attacker.ask(channel, upload)
+    async with attacker.stream("rpc_adapter") as channel:
+        await attacker.ask(channel, upload)
     step = SessionStep(hidden=attacker.hidden(1, 1), cached_tokens=1, adapters=(upload.digest,) * 16)
     async for _ in _in_sessions(attacker, step):
         yield
 
 
-def adapters_of_all_rows(attacker: Attacker) -> AsyncIterator[None]:
+def adapters_of_all_rows(attacker: Attacker) -> AsyncGenerator[None, None]:
     """One adapter of a few bytes."""
     return _with_adapter(attacker, lora_of(attacker))
 
 
-def layers_that_share_tensors(attacker: Attacker) -> AsyncIterator[None]:
+def layers_that_share_tensors(attacker: Attacker) -> AsyncGenerator[None, None]:
     """Small tensors, of which all layers are built."""
     return _with_adapter(attacker, loha_of(attacker, 0))
 
 
-async def uploads_that_are_built(attacker: Attacker) -> AsyncIterator[None]:
+async def uploads_that_are_built(attacker: Attacker) -> AsyncGenerator[None, None]:
     """Each is another adapter, whose layers are built to be checked."""
-    channel = await attacker.open("rpc_adapter")
-    for number in itertools.count(id(channel)):
-        await attacker.ask(channel, loha_of(attacker, number))
-        yield
+    async with attacker.stream("rpc_adapter") as channel:
+        for number in itertools.count(id(channel)):
+            await attacker.ask(channel, loha_of(attacker, number))
+            yield
 
 
-async def backward_of_many_rows(attacker: Attacker) -> AsyncIterator[None]:
+async def backward_of_many_rows(attacker: Attacker) -> AsyncGenerator[None, None]:
     """As many rows as a request may have, each of one token."""
     rows = 16_384
-    channel = await attacker.open("rpc_backward")
     forward = ForwardRequest(hidden=attacker.hidden(rows, 1), **attacker.span)
-    while True:
-        await attacker.ask(channel, BackwardRequest(forward=forward, grad_hidden=attacker.hidden(rows, 1)))
-        yield
+    async with attacker.stream("rpc_backward") as channel:
+        while True:
+            await attacker.ask(channel, BackwardRequest(forward=forward, grad_hidden=attacker.hidden(rows, 1)))
+            yield
 
 
 def lora_of(attacker: Attacker) -> AdapterUpload:
@@ -163,20 +169,21 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
 """With the number of streams of each."""
 
 
-async def _repeat(
-    attack: Callable[[Attacker], AsyncIterator[None]], attacker: Attacker, has_begun: asyncio.Event
-) -> None:
+async def _repeat(attack: Attack, attacker: Attacker, has_begun: asyncio.Event) -> None:
     while True:
         # Refused, or given up by a busy server: it tries again.
         with contextlib.suppress(SwarmError):
-            async for _ in attack(attacker):
-                has_begun.set()
+            async with contextlib.aclosing(attack(attacker)) as answers:
+                async for _ in answers:
+                    has_begun.set()
         await asyncio.sleep(0.1)
 
 
 async def _attack(name: str, address: str, width: int) -> None:
     attack, streams = ATTACKS[name]
-    async with SwarmNode(NodeConfig(initial_peers=(address,), host_maddrs=())) as node:
+    # At an address of its own, as a stranger is: what the peers of one address share is not what is measured here.
+    config = NodeConfig(initial_peers=(address,), host_maddrs=(f"/ip4/{_ADDRESS}/tcp/0",))
+    async with SwarmNode(config) as node:
         peer = address.rsplit("/", 1)[1]
         channel = await node.open(peer, "rpc_info", timeout_s=60.0)
         await channel.send(InfoRequest())

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from swarm_plugins.fair_queueing import FairLock
+from swarm_plugins.fair_queueing import Clocks, FairLock
 
 
 class Clock:
@@ -16,6 +16,18 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_idle_time_earns_a_credit_and_no_more() -> None:
+    clocks = Clocks(credit=2.0)
+    clocks.advance("idle", 1.0)
+    for _ in range(10):
+        clocks.advance("busy", 1.0)
+    assert (clocks.start("busy"), clocks.start("idle"), clocks.start("new")) == (10.0, 7.0, 9.0)
+    for _ in range(3):
+        clocks.advance("idle", 1.0)
+    # The credit is used up: both get the same from here on.
+    assert (clocks.start("busy"), clocks.start("idle"), clocks.start("new")) == (10.0, 10.0, 9.0)
 
 
 async def test_whoever_held_it_longest_waits_for_the_others() -> None:

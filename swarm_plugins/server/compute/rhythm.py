@@ -18,10 +18,14 @@ from swarm_plugins.recent import Recent
 _MAX_SESSIONS = 1024
 _MAX_GAP_S = 1.0
 """Sessions that take longer to come back are not waited for."""
-_NUM_RUNS = 48
+_OLD_RUNS = 4096
+"""Sizes of packs of which none has run for so many runs are forgotten: the machine may have become faster or slower."""
+_NEW = 1 / 16
+"""Part that a run has in what is known of its size."""
 _CAUTION = 0.7
 """Part of ``a`` that a wait may take: return times vary."""
-_MIN_FREE_ROWS = 4.0
+_MIN_FREE_ROWS = 1.0
+_FREE_ROWS_AT_FIRST = 4.0
 _MARGIN = 1.25
 _MIN_MARGIN_S = 0.001
 _WINDOW_S = 10.0
@@ -32,6 +36,20 @@ _STUCK_FACTOR = 4.0
 _MAX_PIECES = 64
 _MIN_PIECE_S = 0.05
 """Shorter pieces of work tell nothing about how long one may take."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """Forwards of about the same number of rows: averages."""
+
+    rows: float
+    seconds: float
+    last_run: int = 0
+
+    def add(self, rows: int, seconds: float, run: int) -> None:
+        self.rows += (rows - self.rows) * _NEW
+        self.seconds += (seconds - self.seconds) * _NEW
+        self.last_run = run
 
 
 @dataclass(slots=True)
@@ -46,10 +64,12 @@ class Rhythm:
 
     def __init__(self) -> None:
         self._sessions: Recent[Hashable, _Session] = Recent(_MAX_SESSIONS)
-        self._runs: deque[tuple[int, float]] = deque(maxlen=_NUM_RUNS)
+        self._sizes = dict[int, _Size]()
+        """By the number of binary digits of the rows: a peer that keeps to one size does not hide the others."""
+        self._num_runs = 0
         self._fixed_s = 0.0
         """``a``, the fixed cost of a forward."""
-        self.free_rows = _MIN_FREE_ROWS
+        self.free_rows = _FREE_ROWS_AT_FIRST
         """Rows of single tokens that cost as much as the forward itself, ``a / b``, as far as is known."""
 
     def arrived(self, session: Hashable, now: float) -> None:
@@ -69,15 +89,17 @@ class Rhythm:
 
     def ran(self, rows: int, seconds: float) -> None:
         """Notes how long a forward of single-token steps took."""
-        self._runs.append((rows, seconds))
-        mean_rows, mean_s = (_mean(values) for values in zip(*self._runs, strict=True))
-        spread = sum((one - mean_rows) ** 2 for one, _ in self._runs)
-        if not spread:
+        self._num_runs += 1
+        known = self._sizes.setdefault(rows.bit_length(), _Size(rows, seconds))
+        known.add(rows, seconds, self._num_runs)
+        self._sizes = {key: one for key, one in self._sizes.items() if self._num_runs - one.last_run < _OLD_RUNS}
+        sizes = sorted(self._sizes.values(), key=lambda one: one.rows)
+        if len(sizes) == 1:
             # Half the time is a careful guess for small packs. The free rows stay: a peer may keep to one size.
-            self._fixed_s = mean_s / 2 if rows <= 4 else 0.0
+            self._fixed_s = sizes[0].seconds / 2 if rows <= 4 else 0.0
             return
-        slope = max(sum((one - mean_rows) * (other - mean_s) for one, other in self._runs) / spread, 0.0)
-        self._fixed_s = max(mean_s - slope * mean_rows, 0.0)
+        slope = _slope(sizes)
+        self._fixed_s = max(sizes[0].seconds - slope * sizes[0].rows, 0.0)
         self.free_rows = max(_MIN_FREE_ROWS, self._fixed_s / slope) if slope else math.inf
 
     def wait_s(self, waiting: Collection[Hashable], now: float) -> float:
@@ -96,8 +118,14 @@ class Rhythm:
         return max((due_s for due_s in due if due_s < limit_s), default=0.0)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _slope(sizes: Sequence[_Size]) -> float:
+    """Returns seconds of a further row, 0 or more: from the smallest pack to the first that takes twice as long.
+
+    Larger ones tell nothing of how many rows are free, and a line through all would be a line through them.
+    """
+    first, *larger = sizes
+    other = next((one for one in larger if one.seconds >= 2 * first.seconds), larger[-1])
+    return max(0.0, (other.seconds - first.seconds) / (other.rows - first.rows))
 
 
 class BusyMeter:

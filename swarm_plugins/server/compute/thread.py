@@ -37,12 +37,12 @@ _PACKS_BEFORE_LONG = 8
 """Packs that may go before waiting long work in a row, whatever its peer has had. Steps run between its blocks."""
 _LITTLE_S = 0.005
 """Calls and cache operations that wait may take so long before each pack; the rest wait for the next one."""
-_MOST_STEPPING = 64
-"""Peers whose last steps are remembered."""
+_MOST_WORKING = 64
+"""Peers whose last work is remembered."""
 _MOST_RHYTHMS = 32
 """Ranges of blocks whose forwards are remembered."""
 _LATELY_S = 1.0
-"""A peer whose last step came within this time is about to send another one."""
+"""A peer whose last work came within this time is about to send more."""
 
 
 class AbandonedError(Exception):
@@ -77,8 +77,8 @@ class ComputeThread:
         """When long work began."""
         self._packs_since_long = 0
         self._turns = Turns(points)
-        self._stepping: Recent[str, float] = Recent(_MOST_STEPPING)
-        """When the peers' last steps came."""
+        self._working: Recent[str, float] = Recent(_MOST_WORKING)
+        """When the peers' last steps or training came."""
         self._rhythms: Recent[range, Rhythm] = Recent(_MOST_RHYTHMS)
         """Of the sessions on each range of blocks: only these share forwards."""
         self._thread: threading.Thread | None = None
@@ -178,12 +178,13 @@ class ComputeThread:
                 return
 
     def _sort_in(self, item: Work | None) -> None:
+        if isinstance(item, Step) or (isinstance(item, Call) and item.is_training):
+            self._working[item.peer] = time.monotonic()
         if isinstance(item, Step):
             if item.takes_long:
                 self._long.append(item)
             else:
                 self._steps.append(item)
-                self._stepping[item.peer] = item.arrived
                 self._rhythm(item.inputs.blocks).arrived(item.session, item.arrived)
         elif isinstance(item, Call):
             (self._long if item.is_training else self._calls).append(item)
@@ -211,17 +212,19 @@ class ComputeThread:
         """Runs a part of long work."""
         self._long.remove(item)
         self._packs_since_long = 0
-        self._current = item
-        self._began_s = self._worked_s
+        interrupted = self._current, self._began_s
+        self._current, self._began_s = item, self._worked_s
         self._runner.on_block_boundary = self._between_blocks
         try:
             if isinstance(item, Step):
                 self._run_step(item)
             else:
-                self._run_call(item)
+                # Also where it interrupts a step, which runs without gradients.
+                with torch.inference_mode(mode=False):
+                    self._run_call(item)
         finally:
             self._runner.on_block_boundary = None
-            self._current = None
+            self._current, self._began_s = interrupted
         if item.has_ended:
             return
         if item.abandoned:
@@ -239,20 +242,37 @@ class ComputeThread:
             return
         if current.abandoned:
             raise AbandonedError
-        if self._calls or self._steps:
+        if self._calls or self._steps or self._long:
             self._interrupt(current)
         self.busy.begin(time.monotonic())
 
     def _interrupt(self, current: Call | Step) -> None:
-        began, had_s = time.monotonic(), self._worked_s - self._began_s
+        began, had_s, interrupted_s = time.monotonic(), self._worked_s - self._began_s, self._interrupted_s
         self._drop_abandoned()
         # Only long work is interrupted, never a pack.
         self._runner.on_block_boundary = None
         try:
             self._run_urgent(self._urgent_before(current, had_s))
+            training = self._training_before(current, had_s)
+            if training is not None:
+                self._run_long(training)
         finally:
             self._runner.on_block_boundary = self._between_blocks
-        self._interrupted_s += time.monotonic() - began
+        # Interruptions of what interrupts are part of it.
+        self._interrupted_s = interrupted_s + time.monotonic() - began
+
+    def _training_before(self, current: Call | Step, had_s: float) -> Call | None:
+        """Returns the training of another peer that goes before a step that takes long, if there is one.
+
+        Training never interrupts training: what both hold for their gradients would be in memory at once.
+        """
+        if not isinstance(current, Step):
+            return None
+        waiting: list[Call | Step] = [
+            item for item in self._long if isinstance(item, Call) and item.peer != current.peer
+        ]
+        first = self._turns.order([*waiting, current], ahead=(current.peer, had_s))[0]
+        return first if isinstance(first, Call) else None
 
     @property
     def _worked_s(self) -> float:
@@ -324,9 +344,9 @@ class ComputeThread:
         return ready
 
     def _is_shared(self) -> bool:
-        """Returns whether several peers have sent steps lately."""
+        """Returns whether several peers have sent work lately."""
         since = time.monotonic() - _LATELY_S
-        return sum(at > since for at in self._stepping.values()) > 1
+        return sum(at > since for at in self._working.values()) > 1
 
     def _begin(self, step: Step) -> bool:
         """Runs the cache operations of a step that has not begun; False drops the step."""

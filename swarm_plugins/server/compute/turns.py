@@ -3,7 +3,7 @@
 Start-time fair queueing (Goyal, Vin and Cheng 1996): each peer's work advances its clock by seconds over weight, and
 the peer whose clock is furthest behind goes next. What waits is estimated by its tokens and blocks, at the pace of what
 ran lately; what has run is charged by the time that it took. So a message that costs little to send, and much to
-compute, costs its sender its turns. A peer that comes or comes back starts at the present: idle time earns nothing.
+compute, costs its sender its turns. A peer that comes starts at the present, and idle time earns next to nothing.
 Peers share at two levels: groups by their weight, and in a group each peer alike. A peer with points is a group of its
 own, newcomers of one address are one together.
 """
@@ -19,6 +19,10 @@ from swarm_plugins.server.state.points import Points
 
 _MEMORY = 0.98
 """Part of what is known of the pace that each piece of work leaves."""
+
+
+_CREDIT_S = 0.05
+"""What idle time earns at most: a client that thinks between its steps goes before one that always has some waiting."""
 
 
 class Waiting(Protocol):
@@ -39,7 +43,7 @@ class Turns:
 
     def __init__(self, points: Points) -> None:
         self._points = points
-        self._groups = Clocks()
+        self._groups = Clocks(_CREDIT_S)
         self._peers = Recent[str, Clocks]()
         self._seconds = self._work = 0.0
 
@@ -80,7 +84,7 @@ class Turns:
             self._points.served(peer, seconds / pace)
 
     def _clocks(self, group: str) -> Clocks:
-        found = self._peers[group] = self._peers.get(group) or Clocks()
+        found = self._peers[group] = self._peers.get(group) or Clocks(_CREDIT_S)
         return found
 
 

@@ -311,6 +311,49 @@ async def test_steps_interrupt_the_training_of_those_who_have_had_more(
     assert machine.ran[2:] == wanted
 
 
+@pytest.mark.parametrize("peer", ["honest", "sly"])
+async def test_training_goes_between_the_blocks_of_a_long_step_of_another_peer(
+    runner: FakeRunner, scheduler: Scheduler, peer: str
+) -> None:
+    """It waited for the whole step, whose adapters may take longer than its blocks."""
+    inside, go_on = threading.Event(), threading.Event()
+    boundary, ran = runner.at_boundary, list[str]()
+
+    def at_boundary() -> None:
+        if runner.on_block_boundary is not None and not inside.is_set():
+            inside.set()
+            go_on.wait(30.0)
+        boundary()
+        ran.append("block")
+
+    def training() -> None:
+        # A step runs without gradients; what interrupts it must not.
+        weight = torch.ones(2, requires_grad=True)
+        (weight * 2.0).sum().backward()
+        assert weight.grad is not None
+        ran.append("training")
+
+    runner.at_boundary = at_boundary  # type: ignore[method-assign]
+    step = scheduler.step(step_of(runner, 2), timeout_s=30, peer="sly", takes_long=True)
+    long = asyncio.create_task(step)
+    await until(inside.is_set)
+    train = asyncio.create_task(scheduler.train(training, timeout_s=30, peer=peer, load=Load(1, 4)))
+    await until(lambda: scheduler.num_waiting == 2)
+    go_on.set()
+    await asyncio.gather(long, train)
+    assert ran.index("training") == (0 if peer == "honest" else len(ran) - 1)
+
+
+async def test_many_sessions_of_one_peer_do_not_hold_up_the_training_of_another(
+    runner: FakeRunner, scheduler: Scheduler
+) -> None:
+    await scheduler.train(lambda: None, timeout_s=30, peer="other")
+    async with Held(scheduler) as held:
+        tasks = await held.waits(*(scheduler.step(step_of(runner), timeout_s=30, peer="many") for _ in range(20)))
+    await asyncio.gather(*tasks)
+    assert len(runner.packs[0]) <= 4
+
+
 async def test_many_sessions_of_one_peer_do_not_fill_every_pack_of_another(
     runner: FakeRunner, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

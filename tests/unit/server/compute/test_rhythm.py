@@ -46,6 +46,22 @@ def test_a_peer_that_keeps_to_one_size_does_not_hide_what_a_row_costs() -> None:
     assert with_costs(1, 7, *[91] * 200).free_rows == pytest.approx(FIXED_S / ROW_S)
 
 
+def test_large_packs_do_not_hide_what_a_row_costs_in_small_ones() -> None:
+    rhythm = Rhythm()
+    for rows, seconds in ((1, 0.010), (2, 0.018), (8, 0.066), (90, 0.1)):
+        rhythm.ran(rows, seconds)
+    # The second row costs 8 ms, and the forward itself 2: none is free beside the first.
+    assert rhythm.free_rows == 1
+
+
+def test_sizes_that_no_longer_run_are_forgotten() -> None:
+    rhythm = with_costs(90)
+    for _ in range(5000):
+        rhythm.ran(1, 0.001)
+        rhythm.ran(3, 0.001)
+    assert rhythm.free_rows == math.inf
+
+
 def test_session_that_comes_back_soon_is_waited_for() -> None:
     rhythm = with_costs(1, 7, 1, 7)
     come_back(rhythm, "b", answered=10.0, gap_s=0.010)  # answered again at 10.010
