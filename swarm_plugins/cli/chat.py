@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import Adapter, Model, NewTokens, Revision, System, Temperature
+from swarm_plugins.cli.support.arguments import Adapter, Model, NewTokens, Prompts, Revision, System, Temperature
 from swarm_plugins.cli.support.config_options import Given
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors
@@ -30,6 +30,7 @@ def chat(
             help="Draft several tokens a trip with this small model here, or from repetitions in the text.",
         ),
     ] = None,
+    prompt: Prompts = None,
 ) -> None:
     """Talk with a model on the swarm. /exit leaves, /new starts afresh; Ctrl-C ends the answer, then the program."""
     quiet_command()
@@ -39,15 +40,19 @@ def chat(
         _check_names(model, adapter, draft)
         from swarm_plugins.speculation import Speculation
         from swarm_plugins.talk.loading import check_draft, load_draft, load_model
-        from swarm_plugins.talk.loop import talk
+        from swarm_plugins.talk.loop import answer_all, talk
         from swarm_plugins.talk.turns import Conversation
 
         if draft is not None:
             check_draft(draft, model, revision)
         loaded = load_model(model, swarm_of(node), adapter=adapter, revision=revision)
         speculation = None if draft is None else Speculation(load_draft(draft))
+        conversation = Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature, speculation)
         try:
-            talk(Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature, speculation))
+            if prompt:
+                answer_all(conversation, prompt)
+            else:
+                talk(conversation)
         finally:
             if speculation is not None:
                 typer.echo(str(speculation.counts), err=True)
@@ -63,9 +68,7 @@ def run(
             "Default: use the memory that is free.",
         ),
     ] = "",
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Answer this and leave; repeatable, for turns of one conversation.")
-    ] = None,
+    prompt: Prompts = None,
     adapter: Adapter = None,
     revision: Revision = None,
     device: Annotated[str | None, typer.Option(help="Where the model runs. Default: a CUDA device if any.")] = None,

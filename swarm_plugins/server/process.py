@@ -35,6 +35,7 @@ _LEVELS = {
 }
 _M_ARENA_MAX = -8
 _SWITCH_S = 0.0005
+_FOR_OTHERS = "/ip4/0.0.0.0/tcp/31337"
 _LAST_RESORT_S = 40.0
 """Time from a signal to the end of the process at the latest: each part of leaving has a shorter deadline."""
 
@@ -195,4 +196,6 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], embedding: Embeddin
         f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}{joining}\n"
         f"Memory for work: {memory}\n"
     )
+    if config.is_loopback_only and not config.announced:
+        sys.stdout.write(f"Only this machine reaches the address. For others: --host-maddrs {_FOR_OTHERS}\n")
     sys.stdout.flush()

@@ -95,6 +95,16 @@ class ReachableConfig(PeerConfig):
         for address in self.relays:
             peer_id_in(address)
 
+    @property
+    def announced(self) -> tuple[str, ...]:
+        """Addresses to announce instead of those listened on."""
+        return (*self.announce_maddrs, *(f"{relay}/p2p-circuit" for relay in self.relays))
+
+    @property
+    def is_loopback_only(self) -> bool:
+        """Whether it listens to this machine only."""
+        return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in self.host_maddrs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ReachableConfig):
@@ -127,16 +137,6 @@ class NodeConfig(ReachableConfig):
     def is_client(self) -> bool:
         """Whether others cannot call this node."""
         return not self.host_maddrs and not self.relays
-
-    @property
-    def announced(self) -> tuple[str, ...]:
-        """Addresses to announce instead of those listened on."""
-        return (*self.announce_maddrs, *(f"{relay}/p2p-circuit" for relay in self.relays))
-
-    @property
-    def is_loopback_only(self) -> bool:
-        """Whether the node can be reached from this machine only."""
-        return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in self.host_maddrs)
 
 
 def check_discovery(discovery: object) -> None:

@@ -40,7 +40,7 @@ def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
     )
     options = "--request-bytes", "--kv-bytes", "--activation-bytes", "--adapter-bytes", "--run-bytes"
     assert re.fullmatch(f"Memory for work: {', '.join(rf'{one} [0-9.]+[MG]B' for one in options)}\n", memory)
-    assert rest == ""
+    assert rest == "Only this machine reaches the address. For others: --host-maddrs /ip4/0.0.0.0/tcp/31337\n"
     assert process.returncode == 0
     assert psutil.wait_procs(daemons, 30)[1] == []
     assert "Traceback" not in log.read_text()

@@ -14,6 +14,10 @@ Served = Annotated[
 Adapter = Annotated[
     str | None, typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter to talk with, from a folder or the Hub.")
 ]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help="Answer this and leave; repeatable, for turns of one conversation."),
+]
 System = Annotated[str | None, typer.Option(help="Instructions to the model at the start.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
 Temperature = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,21 @@ def test_a_pipe_gives_a_prompt_a_line_and_an_interrupted_answer_ends_nothing(
     said = capsys.readouterr()
     assert said.out == "you said one\n ...\nyou said two\n"
     assert said.err == "swarm chat: say less\n"
+
+
+def test_given_prompts_are_answered_as_turns_of_one_conversation_and_nothing_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = saved_tokenizer(tmp_path)
+    monkeypatch.setattr(
+        "swarm_plugins.talk.loading.load_model", lambda *_, **__: SimpleNamespace(model=None, tokenizer=None)
+    )
+    spoken = Spoken()
+    monkeypatch.setattr("swarm_plugins.talk.turns.Conversation", lambda *_: spoken)
+    prompts = ["--prompt", "one", "--prompt", "two"]
+    result = CliRunner().invoke(app, ["chat", model, "--initial-peers", NOWHERE, *prompts], input="three\n")
+    assert (result.exit_code, result.stdout) == (0, "you said one\nyou said two\n")
+    assert spoken.heard == ["one", "two"]
 
 
 @pytest.mark.parametrize(
