@@ -191,11 +191,12 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], embedding: Embeddin
     memory = ", ".join(
         f"--{name.replace('_', '-')} {format_bytes(size).replace(' ', '')}" for name, size in server.memory.items()
     )
+    reach = ""
+    if config.is_loopback_only and not config.announced:
+        reach = f"Only this machine reaches the address. For others: --host-maddrs {_FOR_OTHERS}\n"
     sys.stdout.write(
         f"Serving {what}blocks {info.start}:{info.end} of {info.num_blocks} of {info.model}@{info.version}; "
         f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}{joining}\n"
-        f"Memory for work: {memory}\n"
+        f"Memory for work: {memory}\n{reach}"
     )
-    if config.is_loopback_only and not config.announced:
-        sys.stdout.write(f"Only this machine reaches the address. For others: --host-maddrs {_FOR_OTHERS}\n")
     sys.stdout.flush()
