@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.refusals import WHAT_WORKS
+from swarm_plugins.callbacks.saving import find_adapter, manifest_of
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub.folder import write_folder
 
@@ -61,12 +62,21 @@ def put_on(base: PreTrainedModel, config: PeftConfig) -> PeftModel:
     return model
 
 
-def save_adapter(model: PeftModel, folder: Path) -> Path:
-    """Writes the adapter in PEFT's format, as `save_whole` does, and returns its folder."""
-    # "auto" would ask the Hub for the base model's vocabulary size.
-    return save_whole(
-        folder, "the adapter", lambda whole: model.save_pretrained(str(whole), save_embedding_layers=False)
-    )
+def save_adapter(model: PeftModel, folder: Path, *, step: int) -> Path:
+    """Writes the adapter in PEFT's format, and what it was trained on; as `save_whole` does. Returns its folder.
+
+    Args:
+        model: With the adapter.
+        folder: Where to write.
+        step: Optimizer steps so far.
+    """
+
+    def write(whole: Path) -> None:
+        # "auto" would ask the Hub for the base model's vocabulary size.
+        model.save_pretrained(str(whole), save_embedding_layers=False)
+        manifest_of(find_adapter(model), event="end", step=step, metrics={}).write(whole)
+
+    return save_whole(folder, "the adapter", write)
 
 
 def save_whole(folder: Path, what: str, write: Callable[[Path], object]) -> Path:

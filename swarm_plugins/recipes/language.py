@@ -92,4 +92,5 @@ class AdapterTuner(LanguageTuner):
 
     def on_fit_end(self) -> None:
         if self.output is not None and self.model is not None:
-            self.saved = save_adapter(self.model, Path(self.output).expanduser().absolute())
+            folder = Path(self.output).expanduser().absolute()
+            self.saved = save_adapter(self.model, folder, step=self.trainer.global_step)

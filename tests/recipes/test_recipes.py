@@ -14,6 +14,7 @@ from typer.testing import Result
 
 from swarm_plugins import find_adapters
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.hub import Manifest
 from swarm_plugins.local_hub import LocalHub
 from tests.recipes.conftest import RECIPES
 
@@ -120,10 +121,13 @@ def test_what_cannot_work_is_one_sentence(options: list[str], said: str, text: P
 
 
 @pytest.mark.parametrize("place", ["fast=100KB,bits=4", "none"])
-def test_a_recipe_runs_on_this_machine(place: str, text: Path, fit: Fit) -> None:
+def test_a_recipe_runs_on_this_machine(place: str, model: Path, text: Path, tmp_path: Path, fit: Fit) -> None:
     result = fit(LORA, *FAST, "--data.dataset", text, "--data.length", 16, "--offload", place)
     assert result.exit_code == 0, result.output[-3000:]
     assert re.search(r"train_loss \d\.\d+", result.output)
+    found = Manifest.read(tmp_path / "runs" / "lora_sotu" / "adapter")
+    assert found is not None
+    assert (found.base, found.event) == (Checkpoint.open(model).version, "end")
 
 
 @pytest.mark.parametrize("recipe", ["lora_moe.yaml", "prompts_moe.yaml"])
