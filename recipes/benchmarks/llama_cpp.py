@@ -78,11 +78,11 @@ def check_llama_cpp(files: Sequence[Path]) -> None:
 
     Raises:
         MissingExtraError: If the wheel is not installed.
-        ConfigError: If there is no such file.
+        ConfigError: If a file does not exist.
     """
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"there is no file {file}: give a GGUF file of the same model")
+            raise ConfigError(f"{file} does not exist: give a GGUF file of the same model")
     if files and importlib.util.find_spec("xllamacpp") is None:
         raise MissingExtraError(
             "llama.cpp is run by the package xllamacpp, which is not installed: pip install xllamacpp"
@@ -111,7 +111,7 @@ def main() -> None:
 def _server(asked: Open) -> Any:
     import xllamacpp
 
-    # It writes pages of what it finds to standard output and error, the first of which is the parent's.
+    # It logs pages to standard output, which the parent reads answers from, and to standard error.
     parent = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)

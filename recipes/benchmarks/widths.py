@@ -141,7 +141,7 @@ def bench_widths(
     ``gguf`` has files of the same model that llama.cpp decodes in turns with them.
 
     Raises:
-        ConfigError: If a width is unknown, or there is no such file.
+        ConfigError: If a width is unknown, or a file does not exist.
         MissingExtraError: If llama.cpp is asked for and not installed.
         SwarmError: If a float32 server's tokens differ from the local model's.
     """

@@ -49,7 +49,7 @@ class Conversions:
         return self._by_pattern.get(patterns[0])
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the parameters that are made of tensors, which are all those of one target.
+        """Makes parameters of the tensors of one target, all of which are given.
 
         Raises:
             ValueError: If transformers cannot make them.

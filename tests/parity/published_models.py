@@ -19,9 +19,11 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from offload_models import save_toy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
 Packed = tuple[dict[str, Tensor], Tensor]
@@ -294,3 +296,23 @@ def _save(directory: Path, toy: Path, tensors: dict[str, Tensor], quantization: 
         config["quantization_config"] = quantization
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+
+
+def check_gradients(model: PreTrainedModel, twin: PreTrainedModel, ids: Tensor, **close: float) -> None:
+    """Asserts that the gradients of the inputs of a training step are those of the widened model."""
+    grads = []
+    for one in (model, twin):
+        embedded = one.get_input_embeddings()(ids).detach().requires_grad_()
+        one(inputs_embeds=embedded, labels=ids).loss.backward()
+        grads.append(embedded.grad)
+    torch.testing.assert_close(*grads, **close)
+
+
+def held_bytes(swarm: InProcessSwarm) -> int:
+    """Returns the bytes of all weights in the blocks of a swarm; tables of rotary embeddings are none."""
+    held = 0
+    for service in swarm.services.values():
+        model = service.runner._spans[0].model  # type: ignore[attr-defined]
+        tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if "layers" in n}}
+        held += sum(tensor.nbytes for tensor in tensors.values())
+    return held

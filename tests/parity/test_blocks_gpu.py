@@ -9,7 +9,7 @@ import pytest
 import torch
 from lies_kit import finish_checks, verifier_of
 from peft import LoraConfig, get_peft_model
-from published_models import WAYS, save_mxfp4, save_published
+from published_models import WAYS, check_gradients, save_mxfp4, save_published
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
@@ -119,12 +119,7 @@ def test_published_formats_give_the_numbers_of_the_widened_weights(way: str, tmp
         served = Served(packed, twin, swarm)
         with torch.no_grad():
             torch.testing.assert_close(served.remote(IDS).logits, served.local(IDS).logits, **CLOSE)
-        grads = []
-        for model in (served.remote, served.local):
-            embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
-            model(inputs_embeds=embedded, labels=IDS).loss.backward()
-            grads.append(embedded.grad)
-        torch.testing.assert_close(*grads, **CLOSE)
+        check_gradients(served.remote, served.local, IDS, **CLOSE)
 
 
 @torch.no_grad()

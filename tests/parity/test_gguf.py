@@ -20,6 +20,7 @@ from swarm_plugins.testing.in_process import InProcessSwarm
 
 pytest.importorskip("gguf")
 from gguf_models import FAMILIES, save_gguf
+from published_models import check_gradients, held_bytes
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 IDS = torch.arange(5, 17)[None]
@@ -53,21 +54,11 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
 def test_a_swarm_gives_the_numbers_of_the_widened_model(served: Served) -> None:
     with torch.no_grad():
         torch.testing.assert_close(served.remote(IDS).logits, served.local(IDS).logits, **CLOSE)
-    grads = []
-    for model in (served.remote, served.local):
-        embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
-        model(inputs_embeds=embedded, labels=IDS).loss.backward()
-        grads.append(embedded.grad)
-    torch.testing.assert_close(*grads, **CLOSE)
+    check_gradients(served.remote, served.local, IDS, **CLOSE)
     infos = [one for name, one in Checkpoint.open(served.file).tensors.items() if ".layers." in name]
     # What is plain has the type that servers compute in.
     stored = sum(one.num_bytes if one.packing else math.prod(one.shape) * 4 for one in infos)
-    held = 0
-    for service in served.swarm.services.values():
-        model = service.runner._spans[0].model  # type: ignore[attr-defined]
-        tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if "layers" in n}}
-        held += sum(tensor.nbytes for tensor in tensors.values())
-    assert held <= 1.1 * stored
+    assert held_bytes(served.swarm) <= 1.1 * stored
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from swarm_plugins.weights.linears import PackedLinear
 from swarm_plugins.weights.published.weights import Published
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
-from published_models import WAYS, save_fused_fp8, save_mixed, save_mxfp4, save_published
+from published_models import WAYS, check_gradients, held_bytes, save_fused_fp8, save_mixed, save_mxfp4, save_published
 
 # Sums of an expert's products run in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -78,30 +78,15 @@ def test_a_swarm_gives_the_numbers_of_the_widened_model(served: Served) -> None:
         torch.testing.assert_close(served.remote(IDS).logits, served.local(IDS).logits, **CLOSE)
     found = served.remote.generate(IDS, max_new_tokens=4, do_sample=False)
     assert torch.equal(found, served.local.generate(IDS, max_new_tokens=4, do_sample=False))
-    _check_gradients(served)
+    check_gradients(served.remote, served.local, IDS, **CLOSE)
     _check_memory(served)
 
 
-def _check_gradients(served: Served) -> None:
-    grads = []
-    for model in (served.remote, served.local):
-        embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
-        model(inputs_embeds=embedded, labels=IDS).loss.backward()
-        grads.append(embedded.grad)
-    torch.testing.assert_close(*grads, **CLOSE)
-
-
 def _check_memory(served: Served) -> None:
-    stored = held = 0
     with safe_open(served.directory / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if ".layers." in name]  # noqa: SIM118
         stored = sum(file.get_tensor(name).nbytes for name in names)
-    for service in served.swarm.services.values():
-        model = service.runner._spans[0].model  # type: ignore[attr-defined]
-        # Tables of rotary embeddings are no weights.
-        tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if "layers" in n}}
-        held += sum(tensor.nbytes for tensor in tensors.values())
-    assert held <= 1.1 * stored
+    assert held_bytes(served.swarm) <= 1.1 * stored
 
 
 @pytest.mark.parametrize("served", [pytest.param(("fp8", "llama"), id="fp8")], indirect=True)

@@ -57,7 +57,7 @@ def test_a_file_that_llama_cpp_does_not_load_ends_the_child(tmp_path: Path) -> N
 
 
 def test_what_is_missing_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"there is no file .*none\.gguf: give a GGUF file"):
+    with pytest.raises(ConfigError, match=r"none\.gguf does not exist: give a GGUF file"):
         check_llama_cpp([tmp_path / "none.gguf"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "some.gguf").touch()
