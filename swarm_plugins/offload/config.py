@@ -24,7 +24,8 @@ class OffloadConfig:
         ram_bytes: Pinned RAM for experts of a CUDA device, in addition to ``fast_bytes``; None: half of what is free.
             Without a CUDA device there is one memory, and only ``fast_bytes`` counts.
         prefetch: Read the next layers' experts ahead, guessed by their own routers (speculative loading, Eliseev and
-            Mazur 2023, section 3.2). Guesses are read only while nothing needed waits for the disk.
+            Mazur 2023, section 3.2). Guesses are read only while nothing needed waits for the disk. None: yes, unless
+            the disk is not needed, since memory or pinned RAM of a CUDA device holds all experts.
         expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them.
             Quantizing on the way to a CUDA device gives nf4 for 4.
         other_bits: Width of all other weights: 16, 8, 4 or ``nf4``; None: as the checkpoint has them.
@@ -37,7 +38,7 @@ class OffloadConfig:
 
     fast_bytes: int | None = None
     ram_bytes: int | None = None
-    prefetch: bool = True
+    prefetch: bool | None = None
     expert_bits: Width | None = None
     other_bits: Width | None = None
     num_readers: int = 2
@@ -51,8 +52,8 @@ class OffloadConfig:
                     f"{name} is {value!r}; expected a whole number of bytes from 0 to {_MAX_BYTES}, or None for "
                     "what is free"
                 )
-        if not isinstance(self.prefetch, bool):
-            raise ConfigError(f"prefetch is {self.prefetch!r}; expected True or False")
+        if self.prefetch is not None and not isinstance(self.prefetch, bool):
+            raise ConfigError(f"prefetch is {self.prefetch!r}; expected True, False, or None to read ahead if it pays")
         for name, allowed in (("expert_bits", EXPERT_BITS), ("other_bits", OTHER_BITS)):
             if getattr(self, name) is not None:
                 check_width(name, getattr(self, name), allowed, ", or None for the checkpoint's own")

@@ -79,6 +79,11 @@ def choose_ram_bytes(config: OffloadConfig, stored_bytes: Mapping[int, int], num
     return min(budget, _all_bytes(stored_bytes, num_experts))
 
 
+def holds_all(num_bytes: int, expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> bool:
+    """Returns whether a budget has room for all experts."""
+    return num_bytes >= _all_bytes(expert_bytes, num_experts)
+
+
 def free_bytes(device: torch.device) -> int:
     """Returns the memory of a device that this process can still take."""
     return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
-from swarm_plugins.offload.cache.budget import choose_fast_bytes, choose_ram_bytes
+from swarm_plugins.offload.cache.budget import choose_fast_bytes, choose_ram_bytes, holds_all
 from swarm_plugins.offload.cache.guesses import Guesses
 from swarm_plugins.offload.cache.pinned import PinnedLoader
 from swarm_plugins.offload.cache.policy import Residency
@@ -42,13 +42,21 @@ def make_cache(
     fast_bytes = choose_fast_bytes(config, computed, store.num_experts, device)
     queue = ReadQueue(config.num_readers)
     if device.type != "cuda":
+        config = _settled(config, is_disk_needed=True)
         pool = BufferPool(fast_bytes, host_buffer, "fast_bytes")
         return BoundedCache(store, formats, config, DiskLoader(store, formats, queue), pool, queue)
     stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
     ram_bytes = choose_ram_bytes(config, stored, store.num_experts)
+    # Guesses then only take time from the copies that are needed (docs/benchmarks.md, "On a GPU").
+    has_all = holds_all(fast_bytes, computed, store.num_experts) or holds_all(ram_bytes, stored, store.num_experts)
+    config = _settled(config, is_disk_needed=not has_all)
     pool = BufferPool(fast_bytes, device_buffer(device), "fast_bytes")
     loader = PinnedLoader(store, formats, CudaCopies(device), ram_bytes, queue)
     return BoundedCache(store, formats, config, loader, pool, queue)
+
+
+def _settled(config: OffloadConfig, *, is_disk_needed: bool) -> OffloadConfig:
+    return config if config.prefetch is not None else replace(config, prefetch=is_disk_needed)
 
 
 class BoundedCache:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +34,9 @@ def hub(directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     with LocalHub() as hub:
         for name, directory in directories.items():
             hub.add(name, directory)
-        options = {"endpoint": hub.endpoint, "cache_dir": tmp_path / "cache"}
-        monkeypatch.setattr(Checkpoint, "open", functools.partial(Checkpoint.open, **options))
+        options, open_checkpoint = {"endpoint": hub.endpoint, "cache_dir": tmp_path / "cache"}, Checkpoint.open
+        # These count, whatever is given: none is this machine's own cache.
+        monkeypatch.setattr(Checkpoint, "open", lambda *names, **given: open_checkpoint(*names, **{**given, **options}))
         hub.forget()
         yield hub
 

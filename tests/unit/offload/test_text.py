@@ -26,7 +26,7 @@ from swarm_plugins.offload.text import format_offload, parse_offload
             ),
             id="all",
         ),
-        pytest.param("prefetch=on", OffloadConfig(), id="on"),
+        pytest.param("prefetch=on", OffloadConfig(prefetch=True), id="on"),
     ],
 )
 def test_the_option_is_read(text: str, expected: OffloadConfig) -> None:
@@ -64,6 +64,7 @@ def test_a_wrong_option_is_one_sentence(text: str, message: str) -> None:
         OffloadConfig(expert_bits="nf4", other_bits="nf4"),
         OffloadConfig(num_readers=4),
         OffloadConfig(fast_bytes=999, prefetch=False),
+        OffloadConfig(prefetch=True),
     ],
 )
 def test_what_is_written_is_read_as_the_same(config: OffloadConfig) -> None:

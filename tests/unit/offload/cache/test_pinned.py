@@ -13,6 +13,7 @@ from cache_kit import FakeStore, InvertedFormat, PlainFormat, borrowed, formats_
 from torch import Tensor
 
 from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.cache import cache
 from swarm_plugins.offload.cache.cache import BoundedCache
 from swarm_plugins.offload.cache.pinned import PinnedLoader
 from swarm_plugins.offload.config import OffloadConfig
@@ -109,3 +110,23 @@ def test_a_failed_read_leaves_ram_usable(store: FakeStore) -> None:
     store.path(1).write_bytes(whole)
     assert borrowed(cache, 1, [3]) == {3: store.expected(1, 3)}
     cache.close()
+
+
+@pytest.mark.parametrize(
+    ("budgets", "is_ahead"),
+    [
+        pytest.param({"fast_bytes": 1 << 20, "ram_bytes": 0}, False, id="all-on-the-device"),
+        pytest.param({"ram_bytes": 1 << 20}, False, id="all-in-ram"),
+        pytest.param({"ram_bytes": 100}, True, id="some-on-disk"),
+        pytest.param({"ram_bytes": 1 << 20, "prefetch": True}, True, id="as-asked"),
+    ],
+)
+def test_without_need_of_the_disk_nothing_is_read_ahead(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch, budgets: dict[str, int], *, is_ahead: bool
+) -> None:
+    monkeypatch.setattr(cache, "CudaCopies", lambda _: LateCopies())
+    monkeypatch.setattr(cache, "device_buffer", lambda _: LateCopies().allocate)
+    config = OffloadConfig(**{"fast_bytes": 3 * store.stored_layout(0).num_bytes, **budgets})
+    made = cache.make_cache(store, formats_of(store, PlainFormat), config, torch.device("cuda"))  # type: ignore[arg-type]
+    assert made.config.prefetch is is_ahead
+    made.close()
