@@ -132,3 +132,7 @@ class SwarmMember:
                 f"precision {name!r} cannot work with strategy 'swarm': hidden states or their gradients would "
                 f"overflow or lose their type on the way; use {' or '.join(map(repr, _PRECISIONS))}"
             )
+
+
+# Python names the function in its errors about arguments, and users know only the strategies.
+SwarmMember.__init__.__qualname__ = "SwarmStrategy.__init__"

@@ -112,3 +112,8 @@ def test_without_a_module_there_is_no_state() -> None:
 def test_a_run_of_several_peers_needs_a_swarm(cls: Any) -> None:
     with pytest.raises(ConfigError, match=r"run 'ours' is joined through a swarm, but .* leave out run_id, or offload"):
         cls(offload="none", run_id="ours").join()
+
+
+def test_an_unknown_argument_names_the_class_that_users_know() -> None:
+    with pytest.raises(TypeError, match=r"SwarmStrategy\.__init__\(\) got an unexpected .*'initial_peer'"):
+        SwarmStrategy(initial_peer="x")  # type: ignore[call-arg]
