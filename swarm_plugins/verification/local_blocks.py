@@ -25,7 +25,7 @@ from swarm_plugins.errors import ProtocolError, SwarmError, UnsupportedError, on
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.versions import ModelVersion
 from swarm_plugins.weights.names import QUANTIZATIONS
-from swarm_plugins.weights.published.methods import is_published_name
+from swarm_plugins.weights.published.methods.known import is_published_name
 from swarm_plugins.weights.published.weights import Published
 
 if TYPE_CHECKING:

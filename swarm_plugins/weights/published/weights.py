@@ -12,7 +12,8 @@ from torch import Tensor
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.weights.published.methods import UNUSED, Method, method_of
+from swarm_plugins.weights.published.methods.known import method_of
+from swarm_plugins.weights.published.methods.method import UNUSED, Method
 from swarm_plugins.weights.stored import PublishedFormat
 
 _OWN_METHOD = "swarm_plugins"

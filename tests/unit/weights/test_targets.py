@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.weights.published.methods import method_of
+from swarm_plugins.weights.published.methods.known import method_of
 from swarm_plugins.weights.published.targets import MAX_CHARS, Target
 
 NAMES = (
