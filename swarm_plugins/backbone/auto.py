@@ -64,8 +64,9 @@ class _AutoSwarm:
         On a swarm, embeddings, final norm, head and ``local_blocks`` are local; only they are downloaded and read.
         Everything else works as in transformers: ``generate()``, PEFT, any Trainer.
 
-        ``save_pretrained`` and ``state_dict`` return only the local weights (such as a trained head); to restore them,
-        load the model by its name and call ``load_state_dict``. PEFT saves adapters.
+        ``state_dict`` returns only the local weights (such as a trained head); to restore them, load the model by its
+        name and call ``load_state_dict``. ``save_pretrained`` writes what it is given as ``state_dict``, and is refused
+        without. PEFT saves adapters.
 
         Args:
             name_or_dir: Id of a repository on the Hub, or a directory.

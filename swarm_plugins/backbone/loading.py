@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from swarm_plugins.backbone.attention import refuse_continuous_batching, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.probe import probe_layer_loop
+from swarm_plugins.backbone.saving import save_only_what_is_here
 from swarm_plugins.checkpoint import (
     Checkpoint,
     block_tensors,
@@ -103,6 +104,7 @@ def load_remote(
     if not local:
         # transformers refuses drafts for models with states; servers take states back.
         model._is_stateful = False
+    save_only_what_is_here(model)
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     if outline._can_set_experts_implementation():
         outline.set_experts_implementation("batched_mm")  # needs no values to know shapes

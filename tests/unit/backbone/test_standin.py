@@ -127,7 +127,12 @@ def test_saved_state_is_small_and_loads_back(remote: PreTrainedModel) -> None:
 
 
 def test_save_pretrained_writes_the_client_s_weights(remote: PreTrainedModel, swarm, tmp_path: Path) -> None:
-    remote.save_pretrained(tmp_path)
+    for save in (remote.save_pretrained, remote.model.save_pretrained, remote.push_to_hub):
+        with pytest.raises(UnsupportedError, match="the blocks of this model are on servers, so save_pretrained"):
+            save(str(tmp_path / "whole"))
+    twin = copy.deepcopy(remote)
+    assert twin.save_pretrained.args[0] is twin
+    remote.save_pretrained(tmp_path, state_dict=remote.state_dict())
     assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(CLIENT_TENSORS)
     # It is no checkpoint to serve or to load from: the blocks are not in it.
     with pytest.raises((CheckpointError, MissingBlocksError), match=tmp_path.name):
