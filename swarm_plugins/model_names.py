@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub_errors import repo_id_fault
 
 _CONFIG_FILE = "config.json"
+_PLAIN_MODULE = re.compile(r"[\w.-]{1,200}", re.ASCII)
 
 
 def is_gguf_file(path: Path) -> bool:
@@ -78,3 +80,8 @@ def check_draft_name(draft: str) -> None:
             "its id on the Hub such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"
         )
     check_model_name(draft)
+
+
+def is_plain_module(name: object) -> bool:
+    """Returns whether a module's name is harmless where PEFT reads an expression."""
+    return isinstance(name, str) and _PLAIN_MODULE.fullmatch(name) is not None

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from torch import nn
 
@@ -17,6 +17,7 @@ from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.adapter_settings import check_settings
 from swarm_plugins.model_names import check_adapter_name
 from swarm_plugins.noise import without_peft_deprecation
+from swarm_plugins.weights.adapter_patterns import replace_expressions
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def load_adapter(
         ConfigError: If a setting is wrong, or the adapter was made for another version of the base.
         HubError: If the Hub does not have it or cannot be reached.
         CheckpointError: If it is not an adapter in safetensors format, or does not fit the model.
+        UnsupportedError: If its config names modules by expressions that cannot be matched in bounded time.
     """
     if on_mismatch not in ("refuse", "warn"):
         raise ConfigError(f"on_mismatch={on_mismatch!r} must be 'refuse' or 'warn'")
@@ -104,12 +106,21 @@ def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> N
 def _loaded(model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trainable: bool) -> PeftModel:
     folder = str(adapter.folder)
     try:
+        config: PeftConfig = PeftConfig.from_pretrained(folder)
         if isinstance(model, PeftModel):
+            replace_expressions(config, adapter.label, model.get_base_model())
+            config.inference_mode = not is_trainable
+            model.add_adapter(adapter_name, config)
+            if is_trainable:
+                model.set_requires_grad(adapter_name)
             model.load_adapter(folder, adapter_name, is_trainable=is_trainable)
             model.set_adapter(adapter_name)
             return model
+        replace_expressions(config, adapter.label, model)
         with without_peft_deprecation():
-            return PeftModel.from_pretrained(model, folder, adapter_name=adapter_name, is_trainable=is_trainable)
+            return PeftModel.from_pretrained(
+                model, folder, adapter_name=adapter_name, is_trainable=is_trainable, config=config
+            )
     except SwarmError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as exc:

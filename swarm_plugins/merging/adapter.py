@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint.hollow import hollow_tensor, is_hollow
 from swarm_plugins.errors import CheckpointError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.hub import AdapterFolder
-from swarm_plugins.hub.adapter_settings import HARMLESS_STARTS, check_settings
+from swarm_plugins.hub.adapter_settings import HARMLESS_STARTS, changes_of_base, check_settings
 from swarm_plugins.hub.folder import WEIGHTS_FILE
 from swarm_plugins.noise import without_tied_remark
+from swarm_plugins.weights.adapter_patterns import replace_expressions
 
 ADAPTER_NAME = "default"
 """PEFT's name for the adapter."""
@@ -47,7 +48,7 @@ class MergingAdapter:
 
     def __init__(self, adapter: AdapterFolder, outline: PreTrainedModel) -> None:
         self.label = adapter.label
-        config = mergeable_config(adapter)
+        config = mergeable_config(adapter, outline)
         _make_hollow(outline, keep_room=_given_names(adapter))
         try:
             with without_tied_remark():
@@ -116,16 +117,17 @@ class MergingAdapter:
         return merged
 
 
-def mergeable_config(adapter: AdapterFolder) -> PeftConfig:
-    """Returns an adapter's config if PEFT can make it part of the base's weights.
+def mergeable_config(adapter: AdapterFolder, outline: nn.Module) -> PeftConfig:
+    """Returns an adapter's config, with names instead of expressions, if PEFT can make it part of the base's weights.
 
     Raises:
         CheckpointError: If the config cannot be read, or would run code.
-        UnsupportedError: If it cannot be merged.
+        UnsupportedError: If it cannot be merged, or its expressions cannot be matched in bounded time.
     """
     check_settings(adapter, is_shared=False)
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(adapter.folder))
+        replace_expressions(config, adapter.label, outline)
     except (ValueError, KeyError, TypeError) as exc:
         raise CheckpointError(f"the config of {adapter.label} cannot be read ({one_line(exc)})") from exc
     tuners: Mapping[Any, Any] = PEFT_TYPE_TO_TUNER_MAPPING
@@ -135,6 +137,10 @@ def mergeable_config(adapter: AdapterFolder) -> PeftConfig:
         raise UnsupportedError(
             f"{adapter.label} is of the type {kind}, which adds to the input or the model and cannot become part of "
             "the base's weights; LORA, IA3 and other methods that change weights can"
+        )
+    if found := changes_of_base(vars(config)):
+        raise UnsupportedError(
+            f"{adapter.label} sets {found}, which cannot be merged tensor by tensor: use PEFT's merge"
         )
     start = getattr(config, "init_lora_weights", None)
     if start not in HARMLESS_STARTS:

@@ -5,6 +5,7 @@ Supports LoRA on linear layers and IA3; reads only the part on the span.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -24,8 +25,11 @@ from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.hub import fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
 from swarm_plugins.transport.codec import has_non_finite
+from swarm_plugins.weights.published.targets import Target
 
 _MAX_KEY_CHARS = 512
+_MAX_PATTERNS = 1 << 11
+_target = functools.lru_cache(2 * _MAX_PATTERNS)(Target)  # what a hostile expression cannot keep busy
 # The first number in a name is the block's; later ones are experts'.
 _NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d{1,6})\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")
 _CHANGED_MATHS = ("use_dora", "fan_in_fan_out", "modules_to_save", "target_parameters", "lora_bias")
@@ -65,7 +69,7 @@ def preload_adapter(name: str, span: Span) -> LoadedAdapter:
     for place in _in_model_order(parts, span):
         try:
             module, factors = _module(name, config, place, parts[place])
-        except (TypeError, ValueError, IndexError, AttributeError, OverflowError, re.error) as error:
+        except (TypeError, ValueError, IndexError, AttributeError, OverflowError, UnsupportedError) as error:
             raise CheckpointError(
                 f"adapter {name} has invalid settings or tensors for block {place.block}, {place.module}: {error}"
             ) from error
@@ -170,14 +174,16 @@ def _module(
 
 def _matches(module: str, names: Sequence[str] | str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return _target(f"({names})$").matches(module)
     return any(module == one or module.endswith(f".{one}") for one in names)
 
 
 def _pattern(pattern: Mapping[str, float] | None, place: _Place, default: float) -> float:
     """Returns a module's value as PEFT does: by the first pattern that its name ends with."""
+    if pattern and len(pattern) > _MAX_PATTERNS:
+        raise ValueError(f"alpha_pattern has {len(pattern)} entries, at most {_MAX_PATTERNS} are read")
     path = f"layers.{place.block}.{place.module}"
     for expression, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({expression})$", path):
+        if _target(rf"(.*\.)?({expression})$").matches(path):
             return value
     return default

@@ -188,6 +188,42 @@ def test_what_cannot_become_weights_is_refused(tmp_path: Path) -> None:
         merge_adapter(adapter, tmp_path / "out", base=base)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": r".*layers\.(0|1)\.self_attn\.(q|v|o)_proj"},
+        {"exclude_modules": r".*mlp.*", "rank_pattern": {"^model.*q_proj": 4}, "alpha_pattern": {"(q|v)_proj": 32}},
+    ],
+)
+def test_expressions_in_a_config_become_the_names_that_they_match(tmp_path: Path, settings: dict[str, Any]) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, LoraConfig(**LORA | settings))
+    out = merge_adapter(adapter, tmp_path / "out", base=base)
+    check_equal(out, merged_by_peft(base, adapter), base)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"target_modules": "([a-z._0-9]+)*Z"}, "matches no module of the model"),
+        ({"exclude_modules": r"(a+)+\b"}, "exclude_modules of .* name the modules instead"),
+        ({"target_modules": r"(?=a)+.*(\w+)\1"}, "target_modules of .* name the modules instead"),
+        ({"rank_pattern": {"(?<!a)b": 4}}, "rank_pattern of .* name the modules instead"),
+        ({"layers_pattern": ["(a+)+b"], "layers_to_transform": [0]}, "layers_pattern of .* has the expression"),
+        ({"modules_to_save": ["(a+)+b"]}, "modules_to_save of .* has the expression"),
+        ({"alpha_pattern": {f"x{number}": 1 for number in range(3000)}}, "has 3000 entries, at most 2048"),
+        ({"kasa_config": {}}, "sets kasa_config, which cannot be merged"),
+    ],
+)
+def test_an_expression_without_end_ends(tmp_path: Path, settings: dict[str, Any], fault: str) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(UnsupportedError, match=fault):
+        merge_adapter(adapter, tmp_path / "out", base=base)
+
+
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)

@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from web_kit import MESSAGES, client_of, expected, served
 
@@ -132,6 +133,9 @@ def test_a_request_names_no_directory_of_this_machine(
         ({"init_lora_weights": "olora"}, "sets init_lora_weights='olora', which changes the base"),
         ({"target_modules": "([a-z._0-9]+)*Z"}, "has a pattern as target_modules"),
         ({"rank_pattern": {"(a+)+b": 4}}, "has a pattern as rank_pattern"),
+        ({"modules_to_save": ["(a+)+b"]}, "has a pattern as modules_to_save"),
+        ({"kasa_config": {}}, "sets kasa_config, which changes the base"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "sets layer_replication, which changes the base"),
         ({"r": 4_000_000}, "has a rank above 4096"),
         ({"peft_type": "XLORA"}, "has the type 'XLORA'"),
         ({"rank_pattern": [1, 2]}, "has a pattern as rank_pattern"),
@@ -149,6 +153,21 @@ def test_an_adapter_that_would_harm_others_is_refused(
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     with pytest.raises(CheckpointError, match=fault):
+        create_app(model, tokenizer, name="tiny", adapters=adapters[:1])
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("inner", ["", "base_layer."])
+@pytest.mark.parametrize("path", ["model.layers.0.self_attn.q_proj", "model.norm"])
+def test_tensors_of_the_base_in_an_adapter_are_not_loaded(
+    tiny: Path, tokenizer: Any, adapters: list[str], path: str, inner: str
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
+    weights = Path(adapters[0]) / "adapter_model.safetensors"
+    name = f"base_model.model.{path}.{inner}weight"
+    save_file(load_file(weights) | {name: torch.full_like(model.get_submodule(path).weight, 7.0)}, weights)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"its tensor '\S+weight' belongs to the base"):
         create_app(model, tokenizer, name="tiny", adapters=adapters[:1])
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
 

@@ -101,6 +101,15 @@ def spoil(directory: Path) -> None:
         pytest.param(lambda d: change(d, bias="all"), UnsupportedError, "uses bias: servers", id="bias"),
         pytest.param(lambda d: change(d, lora_alpha="many"), CheckpointError, "invalid .* for block 1", id="alpha"),
         pytest.param(lambda d: change(d, alpha_pattern={"(": 1}), CheckpointError, "invalid settings", id="pattern"),
+        pytest.param(
+            lambda d: change(d, alpha_pattern={"(?=a)b": 1}), CheckpointError, "not known from", id="expression"
+        ),
+        pytest.param(
+            lambda d: change(d, alpha_pattern=dict.fromkeys(map(str, range(2049)), 1)),
+            CheckpointError,
+            "has 2049 entries, at most 2048",
+            id="many-patterns",
+        ),
         pytest.param(lambda d: change(d, alpha_pattern=[1]), CheckpointError, "invalid .* for block 1", id="patterns"),
         pytest.param(lambda d: change(d, lora_alpha="inf"), ConfigError, "scaling .* is inf", id="infinite-alpha"),
         pytest.param(spoil, CheckpointError, "holds NaN or infinity in block 1", id="infinite-values"),
@@ -123,6 +132,12 @@ def test_adapter_that_cannot_be_held_is_refused(
     damage(tmp_path)
     with pytest.raises(kind, match=words):
         preload_adapter(str(tmp_path), span)
+
+
+def test_an_expression_without_end_ends(model: Path, span: Span, tmp_path: Path) -> None:
+    save_adapter(model, LORA, tmp_path)
+    change(tmp_path, alpha_pattern={"([a-z._0-9]+)*Z": 1})
+    assert preload_adapter(str(tmp_path), span)
 
 
 def test_adapter_of_other_blocks_is_refused(model: Path, span: Span, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Expressions in an adapter's config, replaced by the names that they match before PEFT searches with them.
+
+PEFT uses Python's ``re``, which a hostile expression of eight characters keeps busy for years.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.model_names import is_plain_module as is_plain
+from swarm_plugins.weights.published.targets import Target
+
+_WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")
+"""Settings that are an expression if they are one string."""
+_ALL_LINEAR = "all-linear"
+_PARTS = ("modules_to_save", "layers_pattern")
+"""Settings of which PEFT makes parts of an expression."""
+_OVERRIDES = ("rank_pattern", "alpha_pattern")
+"""Settings whose keys are expressions for the end of a name."""
+_MAX_NAMES = 1 << 14
+_MAX_PATTERNS = 1 << 11
+
+
+def replace_expressions(config: Any, label: str, model: nn.Module) -> None:
+    """Replaces the expressions in an adapter's config by the names in a model that they match.
+
+    Args:
+        config: PEFT's.
+        label: What errors call the adapter.
+        model: The model that it is for, as PEFT searches it.
+
+    Raises:
+        UnsupportedError: If an expression is not one that can be matched in bounded time, or there are too many names.
+    """
+    modules = [name for name, _ in model.named_modules() if name]
+    for name in _WHOLE:
+        value = getattr(config, name, None)
+        if isinstance(value, str) and value != _ALL_LINEAR and not is_plain(value):
+            found = _matched(value, modules, f"{name} of {label}")
+            if not found and name == "target_modules":
+                raise UnsupportedError(f"{name} of {label} is {value!r}, which matches no module of the model")
+            setattr(config, name, found)
+        elif value is not None and len(value) > _MAX_NAMES:
+            raise UnsupportedError(f"{label} has {len(value)} names as {name}, at most {_MAX_NAMES} are read")
+    for name in _PARTS:
+        _check_plain(getattr(config, name, None), f"{name} of {label}")
+    for name, value in vars(config).items():
+        if not name.endswith("_pattern") or name in _PARTS or not value:
+            continue
+        if name in _OVERRIDES and not all(map(is_plain, value)):
+            names = modules + [one for one, _ in model.named_parameters()]
+            setattr(config, name, _overridden(value, names, f"{name} of {label}"))
+        _check_plain(getattr(config, name), f"{name} of {label}")
+
+
+def _matched(pattern: str, names: Sequence[str], what: str) -> set[str]:
+    target = _target(f"({pattern})$", what)
+    return {name for name in names if target.matches(name)}
+
+
+def _overridden(values: dict[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
+    """Returns the values by names, each with that of the first expression which its end matches."""
+    _check_count(values, what)
+    targets = [(_target(rf"(.*\.)?({pattern})$", what), value) for pattern, value in values.items()]
+    firsts = ((name, next((value for one, value in targets if one.matches(name)), None)) for name in names)
+    return {name: value for name, value in firsts if value is not None}
+
+
+def _target(pattern: str, what: str) -> Target:
+    try:
+        return Target(pattern)
+    except UnsupportedError as exc:
+        raise UnsupportedError(f"{what}: {exc}; name the modules instead") from exc
+
+
+def _check_plain(values: Any, what: str) -> None:
+    values = [values] if isinstance(values, str) else list(values or ())
+    _check_count(values, what)
+    for one in values:
+        if not is_plain(one):
+            raise UnsupportedError(f"{what} has the expression {str(one)[:80]!r}: name the modules instead")
+
+
+def _check_count(values: Any, what: str) -> None:
+    if len(values) > _MAX_PATTERNS:
+        raise UnsupportedError(f"{what} has {len(values)} entries, at most {_MAX_PATTERNS} are read")
