@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
 from peft import PeftConfig, PeftModel
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from swarm_plugins.backbone.version import base_version
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.adapter_settings import check_settings
+from swarm_plugins.hub.folder import WEIGHTS_FILE
 from swarm_plugins.model_names import check_adapter_name
 from swarm_plugins.noise import without_peft_deprecation
 from swarm_plugins.weights.adapter_patterns import replace_expressions
@@ -68,7 +70,7 @@ def load_adapter(
     adapter = _opened(repo, version, token=token, endpoint=endpoint, cache_dir=cache_dir)
     check_settings(adapter, is_shared=is_shared)
     _check_base(model, adapter, on_mismatch)
-    return _loaded(model, adapter, adapter_name, is_trainable)
+    return _loaded(model, adapter, adapter_name, is_trainable, is_shared=is_shared)
 
 
 def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
@@ -103,10 +105,14 @@ def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> N
     warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _loaded(model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trainable: bool) -> PeftModel:
+def _loaded(
+    model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trainable: bool, *, is_shared: bool
+) -> PeftModel:
     folder = str(adapter.folder)
     try:
         config: PeftConfig = PeftConfig.from_pretrained(folder)
+        if is_shared:
+            _check_copies(model, adapter, getattr(config, "modules_to_save", None) or ())
         if isinstance(model, PeftModel):
             replace_expressions(config, adapter.label, model.get_base_model())
             config.inference_mode = not is_trainable
@@ -128,3 +134,21 @@ def _loaded(model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trai
             f"{adapter.label} does not fit the model ({one_line(exc, with_kind=True)}); load it into a "
             f"fresh copy of {adapter.base_name or 'the base that it was made for'}"
         ) from exc
+
+
+def _check_copies(model: nn.Module, adapter: AdapterFolder, saved: Collection[str]) -> None:
+    """Refuses modules that PEFT would copy, to train them whole, and that the adapter does not bring along.
+
+    So that it takes no more memory than its file has.
+    """
+    with safe_open(adapter.folder / WEIGHTS_FILE, "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    # As PEFT finds them.
+    copied = ((path, one) for path, one in model.named_modules() if any(map(path.endswith, saved)))
+    for path, module in copied:
+        for name, one in module.named_parameters():
+            if shapes.get(f"base_model.model.{path}.{name}") != list(one.shape):
+                raise CheckpointError(
+                    f"{adapter.label} cannot share its base with other models: it has {path} as a module to save, but "
+                    f"no weights of the same shape for its {name}"
+                )

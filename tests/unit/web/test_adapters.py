@@ -134,6 +134,8 @@ def test_a_request_names_no_directory_of_this_machine(
         ({"target_modules": "([a-z._0-9]+)*Z"}, "has a pattern as target_modules"),
         ({"rank_pattern": {"(a+)+b": 4}}, "has a pattern as rank_pattern"),
         ({"modules_to_save": ["(a+)+b"]}, "has a pattern as modules_to_save"),
+        ({"modules_to_save": ["mlp"]}, "has model.layers.0.mlp as a module to save, but no weights of the same shape"),
+        ({"modules_to_save": ["head"]}, "has lm_head as a module to save, but no weights"),
         ({"kasa_config": {}}, "sets kasa_config, which changes the base"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "sets layer_replication, which changes the base"),
         ({"r": 4_000_000}, "has a rank above 4096"),
@@ -155,6 +157,17 @@ def test_an_adapter_that_would_harm_others_is_refused(
     with pytest.raises(CheckpointError, match=fault):
         create_app(model, tokenizer, name="tiny", adapters=adapters[:1])
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_a_head_that_an_adapter_brings_along_is_its_own(model: Any, tmp_path: Path) -> None:
+    tuned = get_peft_model(twin(model), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        tuned.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    tuned.save_pretrained(tmp_path)
+    before = model.lm_head.weight.clone()
+    loaded = load_adapter(twin(model), tmp_path, is_shared=True)
+    assert torch.equal(loaded.base_model.model.lm_head.modules_to_save["default"].weight, 2 * before)
+    assert torch.equal(model.lm_head.weight, before)
 
 
 @pytest.mark.parametrize("inner", ["", "base_layer."])
