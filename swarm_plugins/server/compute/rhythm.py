@@ -121,7 +121,7 @@ class Rhythm:
 def _slope(sizes: Sequence[_Size]) -> float:
     """Returns seconds of a further row, 0 or more: from the smallest pack to the first that takes twice as long.
 
-    Larger ones tell nothing of how many rows are free, and a line through all would be a line through them.
+    Larger packs do not tell how many rows are free beside one, and would outweigh those that do.
     """
     first, *larger = sizes
     other = next((one for one in larger if one.seconds >= 2 * first.seconds), larger[-1])
