@@ -3,6 +3,7 @@
 ```text
 AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on servers of a swarm
 AutoSwarmModelForImageTextToText ...   the same for models that read images as well
+insert_module                   a module of yours between two blocks, wherever these run
 Speculation                     several tokens a trip: generate(custom_generate=Speculation(draft))
 SwarmConfig                     deadlines, retries and codec of a client
 PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, known to HF's auto classes
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         AutoSwarmModelForCausalLM,
         AutoSwarmModelForImageTextToText,
         AutoSwarmModelForSequenceClassification,
+        insert_module,
     )
     from swarm_plugins.callbacks.distill_lightning import StagedDistillation
     from swarm_plugins.callbacks.distill_transformers import StagedDistillationTrainerCallback
@@ -94,6 +96,7 @@ __all__ = [
     "__version__",
     "find_adapters",
     "from_deepspeed",
+    "insert_module",
     "load_adapter",
     "load_offloaded",
     "load_remote_experts",
@@ -131,6 +134,7 @@ _NAMES = LazyNames(
         "SwarmStrategy": "swarm_plugins.strategy.swarm.unified",
         "find_adapters": "swarm_plugins.hub",
         "from_deepspeed": "swarm_plugins.models",
+        "insert_module": "swarm_plugins.backbone",
         "load_adapter": "swarm_plugins.callbacks.loading",
         "load_offloaded": "swarm_plugins.offload",
         "make_student": "swarm_plugins.distill",

@@ -13,6 +13,7 @@ from swarm_plugins.backbone.auto import (
     AutoSwarmModelForSequenceClassification,
 )
 from swarm_plugins.backbone.context import OnThisMachine, SwarmSettings, active_place
+from swarm_plugins.backbone.inserting import insert_module
 from swarm_plugins.backbone.served import ServedBlocks, served_blocks, swarm_connection
 from swarm_plugins.backbone.version import base_blocks, base_version
 
@@ -27,6 +28,7 @@ __all__ = [
     "active_place",
     "base_blocks",
     "base_version",
+    "insert_module",
     "served_blocks",
     "swarm_connection",
 ]

@@ -1,6 +1,6 @@
 """Remote cache layers: a KV cache of transformers whose keys and values live on servers.
 
-All remote layers of a cache share one state that tracks its length. The first one queues changes there (crop, reorder,
+All remote layers of one chain share a state that tracks its length. The first one queues changes there (crop, reorder,
 ...), which travel with the next request. Layers of local blocks stay as transformers makes them.
 """
 
@@ -273,9 +273,10 @@ class RemoteStateLayer(RemoteCacheLayer, LinearAttentionCacheLayerMixin):  # typ
     update_recurrent_state = update_conv_state
 
 
-def remote_state(cache: Cache) -> RemoteCacheState | None:
-    """Returns the state of a cache's remote layers; None if it has none."""
-    return next((layer.state for layer in cache.layers if isinstance(layer, RemoteCacheLayer)), None)
+def remote_states(cache: Cache) -> list[RemoteCacheState]:
+    """Returns the states of a cache's remote layers, one for each chain of servers, in the chains' order."""
+    states = (layer.state for layer in cache.layers if isinstance(layer, RemoteCacheLayer))
+    return list(dict.fromkeys(states))
 
 
 def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCacheState:
@@ -319,11 +320,17 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
 
 
 def run_cached(
-    remote: RemoteBlocks, inputs: SpanInputs, cache: Cache, offsets: Sequence[int] | None = None
+    remote: RemoteBlocks,
+    inputs: SpanInputs,
+    cache: Cache,
+    offsets: Sequence[int] | None = None,
+    *,
+    is_training: bool = False,
 ) -> SpanOutputs:
-    """Runs all remote blocks on new tokens of a cache: in its session, or outside it if gradients are needed.
+    """Runs a chain's blocks on new tokens of a cache: in its session, or outside it if gradients are needed.
 
-    ``offsets`` tell to how many of the last tokens the adapter of each row applies; None: to all.
+    ``offsets`` tell to how many of the last tokens the adapter of each row applies; None: to all. While training,
+    the first tokens run outside of a session that nobody may go on with, also where they need no gradient.
 
     Raises:
         UnsupportedError: If gradients would have to flow through cached tokens, or another model's tokens are cached.
@@ -338,7 +345,7 @@ def run_cached(
         check_can_crop([*before, *cache.layers[inputs.blocks.stop :]])
     check_lengths(before, state.length + inputs.hidden.shape[1], is_torn=state.is_torn)
     try:
-        return _run_once(remote, inputs, state)
+        return _run_once(remote, inputs, state, is_training=is_training)
     except BaseException:
         # The step can be tried again: the local blocks before forget its tokens too.
         for layer in before:
@@ -351,17 +358,18 @@ def run_cached(
 def note_failure(cache: Cache) -> None:
     """Notes that a call of the decoder has failed, which states of local blocks may have seen in part."""
     ahead = [layer for layer in cache.layers if not isinstance(layer, RemoteCacheLayer) and stays_ahead(layer)]
-    state = remote_state(cache)
-    if state is not None:
+    states = remote_states(cache)
+    for state in states:
         state.is_torn |= bool(ahead)
+    if states:
         return
     for layer in ahead:  # of a first step: there was nothing before
         layer.reset()
 
 
-def _run_once(remote: RemoteBlocks, inputs: SpanInputs, state: RemoteCacheState) -> SpanOutputs:
+def _run_once(remote: RemoteBlocks, inputs: SpanInputs, state: RemoteCacheState, *, is_training: bool) -> SpanOutputs:
     with_prefix = replace(inputs, prefix=state.prefix)
-    if not with_prefix.needs_gradient:
+    if not with_prefix.needs_gradient and not (is_training and state.is_untouched):
         return state.step(inputs)
     if not state.is_untouched:
         raise UnsupportedError(

@@ -2,7 +2,8 @@
 
 transformers calls decoder layers one by one; a request for each would cost a round trip each. So the first remote block
 sends the hidden states through all spans and returns the result; the others recognise that very tensor and return it
-(or their own output, if all hidden states are wanted). Local blocks, before and after them, are ordinary layers.
+(or their own output, if all hidden states are wanted). Local blocks, before and after them, are ordinary layers. Where
+a module of the user's runs between two blocks, one chain ends and the next begins.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
@@ -23,10 +25,10 @@ from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
 from swarm_plugins.backbone.cache import note_failure, run_cached
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, is_same
-from swarm_plugins.borders import NO_TIES
+from swarm_plugins.borders import NO_TIES, nearest_border
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.columns import Arguments, Columns
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.fallback.stand_in import StandIn
 from swarm_plugins.verification.verifier import make_guard
 from swarm_plugins.versions import ModelVersion
@@ -58,7 +60,7 @@ class RemoteStack:
         *,
         version: ModelVersion,
         num_blocks: int,
-        tied: Collection[int] = NO_TIES,
+        tied: frozenset[int] = NO_TIES,
         local_blocks: tuple[int, int] = (0, 0),
         settings: SwarmSettings | None = None,
         connection: SwarmConnection | None = None,
@@ -83,6 +85,8 @@ class RemoteStack:
         """Whether layers are given the ids of tokens."""
         self.columns = Columns()
         """What passes between servers."""
+        self.chains = [self.blocks]
+        """The blocks that run one after another without coming back here."""
         self._remote: RemoteBlocks | None = None
         self._reader: AdapterReader | None = None
         self._local = threading.local()
@@ -119,6 +123,38 @@ class RemoteStack:
         """The blocks that run on the swarm."""
         first, last = self.local_blocks
         return range(first, self.num_blocks - last)
+
+    @property
+    def is_noting(self) -> bool:
+        """Whether the decoder runs in this thread to see what layers are given, not to compute."""
+        return getattr(self._local, "noted", None) is not None
+
+    def cut(self, left_out: range) -> None:
+        """Ends a chain before some blocks, and begins another one behind them; an empty range leaves none out.
+
+        Raises:
+            ConfigError: If the blocks on both sides cannot run apart from each other.
+            UnsupportedError: If blocks hand on more than hidden states.
+        """
+        for border in {left_out.start, left_out.stop} & self.tied:
+            raise ConfigError(
+                f"nothing can run before block {border}, which uses keys and values, or a choice of tokens, of blocks "
+                f"before it: the nearest place is before block {nearest_border(border, self.tied)}"
+            )
+        if self.columns.carried:
+            raise UnsupportedError(
+                "nothing can run between the blocks of this model, which hand on more than hidden states: change its "
+                "input or output instead"
+            )
+        parts = [
+            part
+            for chain in self.chains
+            for part in (
+                range(chain.start, min(chain.stop, left_out.start)),
+                range(max(chain.start, left_out.stop), chain.stop),
+            )
+        ]
+        self.chains = [part for part in parts if part]
 
     def check(self) -> None:
         """Joins the swarm; raises MissingBlocksError if some remote block has no server."""
@@ -169,11 +205,12 @@ class RemoteStack:
             if running.last is None or not is_same(hidden, running.last):
                 self._local.running = None
                 raise UnsupportedError(
-                    f"the hidden states were changed between remote blocks {index - 1} and {index} (by a hook?); "
-                    "remote blocks run as one chain, so change their input or output instead"
+                    f"the hidden states were changed between remote blocks {index - 1} and {index} (by a hook?), which "
+                    "run as one chain: use swarm_plugins.insert_module, which ends the chain there"
                 )
         else:
-            blocks = self.blocks if index == self.blocks.start else range(index, index + 1)
+            alone = range(index, index + 1)
+            blocks = next((chain for chain in self.chains if chain.start == index), alone)
             named = {name: value for name, value in arguments.items() if isinstance(name, str)}
             running = self._run(blocks, hidden, cache, self._called_with or named)
         return self._hand_on(running, index)
@@ -202,7 +239,7 @@ class RemoteStack:
         shape, hidden = hidden.shape, self.columns.flat(hidden)
         hidden = self.columns.join(hidden, self._further(hidden))
         arguments = read_arguments(hidden, called_with, cache, has_side_inputs=bool(self.columns.shapes))
-        if cache is not None and blocks != self.blocks:
+        if cache is not None and blocks not in self.chains:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
         if self._reader is None:
             self._reader = AdapterReader(self.layers, first=self.blocks.start)
@@ -224,7 +261,12 @@ class RemoteStack:
             hidden_of=_blocks_of(collector) if cache is not None else None,
             collect_router="router_logits" in collector,
         )
-        outputs = self.remote.forward(inputs) if cache is None else run_cached(self.remote, inputs, cache, offsets)
+        if cache is None:
+            outputs = self.remote.forward(inputs)
+        else:
+            # Of several chains, the first may need no gradient where a later one does.
+            is_training = len(self.chains) > 1 and torch.is_grad_enabled()
+            outputs = run_cached(self.remote, inputs, cache, offsets, is_training=is_training)
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape, self.columns)
 
     def _further(self, hidden: Tensor) -> list[Tensor]:

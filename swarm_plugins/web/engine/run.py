@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from swarm_plugins.backbone.cache import remote_state
+from swarm_plugins.backbone.cache import remote_states
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.web.engine.answers import Answers, scored_of
 from swarm_plugins.web.engine.caches import CacheStore
@@ -59,8 +59,7 @@ class Run:
         """Ends the generation and its session on servers, also before it begins. Called from another thread."""
         with self._lock:
             self._answers.cancelled.set()
-            remote = None if self._cache is None else remote_state(self._cache)
-            if remote is not None:
+            for remote in remote_states(self._cache) if self._cache is not None else ():
                 remote.leave()
 
     @torch.no_grad()
@@ -114,8 +113,9 @@ class Run:
             stopping_criteria=StoppingCriteriaList([self._answers]),
         )
         self._answers.finish()
-        remote = None if cache is None else remote_state(cache)
-        servers = () if remote is None else remote.servers
+        servers = tuple(
+            peer for remote in (remote_states(cache) if cache is not None else ()) for peer in remote.servers
+        )
         self._keep_cache(output)
         return cached, servers
 
