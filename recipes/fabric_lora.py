@@ -5,6 +5,7 @@ pip install -c constraints.txt -e '.[demo,lightning]'  # the text, and Lightning
 export SWARM_INITIAL_PEERS=/ip4/...    # as `swarm serve MODEL` prints it
 fabric run --strategy swarm recipes/fabric_lora.py
 fabric run --strategy swarm recipes/fabric_lora.py --steps 400 --resume    # continues from the checkpoint
+fabric run --strategy swarm --devices 2 recipes/fabric_lora.py    # two processes, each with batches of its own
 ```
 
 Two runs at once on one machine: give one of them another ``--main-port``, an option of ``fabric run``.
@@ -85,7 +86,8 @@ def main() -> None:
     fabric.print(f"step {state['step']}: held-out loss {held_out_loss(fabric, tuned, held_out):.4f}")
 
     fabric.save(checkpoint, state)  # what was trained, and the optimizer
-    model.save_pretrained(options.output / "adapter", save_embedding_layers=False)
+    if fabric.is_global_zero:
+        model.save_pretrained(options.output / "adapter", save_embedding_layers=False)
 
 
 if __name__ == "__main__":

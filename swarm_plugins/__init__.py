@@ -18,6 +18,7 @@ make_student                    a shallower copy of a model (Mixture-of-Students
 StagedDistillation, StagedDistillationTrainerCallback   distill it from its teacher, until a step
 HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
 SwarmMonitor                    Lightning: logs bytes, round trips, failures and retries of each step
+save_only_trained               accelerate's save_state and load_state without the base
 find_adapters, load_adapter     find published adapters; load one, checking the version of its base
 LocalSwarm                      a swarm of `swarm serve` processes on this machine
 swarm serve | status | demo     the same from the command line
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     )
     from swarm_plugins.callbacks.distill_lightning import StagedDistillation
     from swarm_plugins.callbacks.distill_transformers import StagedDistillationTrainerCallback
+    from swarm_plugins.callbacks.for_accelerate import save_only_trained
     from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
     from swarm_plugins.callbacks.for_transformers import HubAdapterTrainerCallback
     from swarm_plugins.callbacks.loading import load_adapter
@@ -102,6 +104,7 @@ __all__ = [
     "load_remote_experts",
     "make_student",
     "parallelize",
+    "save_only_trained",
     "upcycle",
 ]
 
@@ -140,6 +143,7 @@ _NAMES = LazyNames(
         "make_student": "swarm_plugins.distill",
         "parallelize": "swarm_plugins.parallel",
         "load_remote_experts": "swarm_plugins.remote_experts.load",
+        "save_only_trained": "swarm_plugins.callbacks.for_accelerate",
         "upcycle": "swarm_plugins.models",
     },
 )

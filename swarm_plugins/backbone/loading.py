@@ -28,6 +28,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.conversions import Conversions
+from swarm_plugins.checkpoint.hollow import keep_from_ddp
 from swarm_plugins.checkpoint.loading import config_for, take_generation_config
 from swarm_plugins.checkpoint.outline import build_outline
 from swarm_plugins.checkpoint.partition import num_blocks_of
@@ -105,6 +106,7 @@ def load_remote(
         # transformers refuses drafts for models with states; servers take states back.
         model._is_stateful = False
     save_only_what_is_here(model)
+    keep_from_ddp(model)
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     if outline._can_set_experts_implementation():
         outline.set_experts_implementation("batched_mm")  # needs no values to know shapes

@@ -6,7 +6,8 @@ PEFT moves a new adapter to the device of the layer it wraps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -95,6 +96,30 @@ def _remade(
     cls: type[HollowWeight], shape: torch.Size, dtype: torch.dtype, device: str, requires_grad: bool
 ) -> HollowWeight:
     return cls.of(shape, dtype, device, requires_grad=requires_grad)
+
+
+def keep_from_ddp(model: nn.Module) -> None:
+    """Has DistributedDataParallel, as accelerate and transformers wrap models in it, leave hollow weights alone."""
+    model._ddp_params_and_buffers_to_ignore = _HollowNames(model)  # type: ignore[assignment]  # DDP's own name
+
+
+class _HollowNames:
+    """Names of a model's hollow weights when DDP asks: PEFT has put its modules inside, or is the model around."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Not a cycle: models of gigabytes are freed without the garbage collector.
+        self._model = weakref.ref(model)
+
+    def __iter__(self) -> Iterator[str]:
+        model = self._model()
+        if model is not None:
+            for name, one in (*model.named_parameters(), *model.named_buffers()):
+                if not one.requires_grad and is_hollow(one):
+                    # PeftModel hands on the attributes of the model in it, for prompts and for tuners.
+                    yield from (name, f"base_model.{name}", f"base_model.model.{name}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _HollowNames, (self._model(),)
 
 
 class HollowModule(nn.Module):

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from swarm_plugins.checkpoint.hollow import keep_from_ddp
 from swarm_plugins.checkpoint.loading import mark_base
 from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.config import OffloadConfig
@@ -64,6 +65,7 @@ def load_offloaded(
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
     mark_base(model, moe.base_version)
+    keep_from_ddp(model)
     refuse_saving(model)
     # A compiled graph cannot hold experts that come and go; generate() would make one for a static cache on CUDA.
     if (generation := getattr(model, "generation_config", None)) is not None:

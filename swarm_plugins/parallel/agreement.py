@@ -15,7 +15,13 @@ _TEXT_BYTES = 480
 _DIGEST_BYTES = 32
 
 
-def agree(plan: str, refusal: SwarmError | None, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+def agree(
+    plan: str,
+    refusal: SwarmError | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    alike: str = "model, mesh and sizes",
+) -> None:
     """Returns if every rank of a group has the same plan and none refuses; raises on every rank otherwise.
 
     Args:
@@ -23,6 +29,7 @@ def agree(plan: str, refusal: SwarmError | None, device: torch.device, group: di
         refusal: Why this rank cannot do it.
         device: Where collectives of the group run.
         group: All ranks, with a deadline; None: the default group, with its own.
+        alike: What the plan is made of, for the error.
 
     Raises:
         ConfigError: If a rank refuses, or if two ranks have different plans.
@@ -41,10 +48,7 @@ def agree(plan: str, refusal: SwarmError | None, device: torch.device, group: di
             raise ConfigError(f"rank {rank} refused: {said.decode(errors='replace')}")
     others = [rank for rank, row in enumerate(rows) if row[:_DIGEST_BYTES] != digest]
     if others:
-        raise ConfigError(
-            f"ranks {others} and rank {dist.get_rank()} ask for different layouts: "
-            "give every rank the same model, mesh and sizes"
-        )
+        raise ConfigError(f"ranks {others} and rank {dist.get_rank()} differ in {alike}: give every rank the same")
 
 
 @contextmanager

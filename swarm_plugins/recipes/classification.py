@@ -66,8 +66,8 @@ class PromptClassifier(AdapterTuner):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         output = self(**batch)
         hits = (output.logits.argmax(-1) == batch["labels"]).float()  # [B]
-        self.log("val_loss", output.loss, batch_size=len(hits))
-        self.log("val_accuracy", hits.mean(), prog_bar=True, batch_size=len(hits))
+        self.log("val_loss", output.loss, batch_size=len(hits), sync_dist=True)
+        self.log("val_accuracy", hits.mean(), prog_bar=True, batch_size=len(hits), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the baseline of always answering the most frequent class."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.recipes.reading import read_recipe
 from swarm_plugins.strategy.swarm.member import SwarmMember
+
+_PEERS = "SWARM_PEERS_OF_FIRST_PROCESS"
+"""Environment variable for the processes that the first one starts."""
 
 
 class KeepTrained(Callback):
@@ -101,7 +105,7 @@ def run_recipe(
 
 def _place_of(cli: Any, num_servers: int, offload: str | None) -> contextlib.AbstractContextManager[None]:
     if offload is None:
-        return _swarm_of(cli.model, num_servers)
+        return _swarm_of(cli.model, num_servers, cli.trainer)
     if num_servers:
         raise ConfigError("--offload and --local-swarm say two places for the blocks: give one of them")
     strategy = cli.trainer.strategy
@@ -114,7 +118,7 @@ def _place_of(cli: Any, num_servers: int, offload: str | None) -> contextlib.Abs
 
 
 @contextlib.contextmanager
-def _swarm_of(model: Any, num_servers: int) -> Iterator[None]:
+def _swarm_of(model: Any, num_servers: int, trainer: Trainer) -> Iterator[None]:
     if num_servers == 0:
         yield
         return
@@ -124,11 +128,30 @@ def _swarm_of(model: Any, num_servers: int) -> Iterator[None]:
             f"--local-swarm cannot know what to serve: {type(model).__name__} has no attribute base with the name of "
             "its model; start 'swarm serve' and set SWARM_INITIAL_PEERS"
         )
-    with (
-        LocalSwarm(base, num_servers=num_servers) as swarm,
-        active_place(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())),
-    ):
-        yield
+    with _first_serves(base, num_servers, trainer) as peers:
+        settings = SwarmSettings(initial_peers=tuple(peers), config=SwarmConfig())
+        with active_place(settings):
+            yield
+
+
+@contextlib.contextmanager
+def _first_serves(base: str, num_servers: int, trainer: Trainer) -> Iterator[list[str]]:
+    """Starts servers in the first process, which starts the others later."""
+    if not trainer.is_global_zero:
+        peers = os.environ.get(_PEERS, "").split()
+        if not peers:
+            raise ConfigError(
+                "--local-swarm belongs to one process, which starts the others: use --trainer.devices N without "
+                "torchrun, or start 'swarm serve' and set SWARM_INITIAL_PEERS"
+            )
+        yield peers
+        return
+    with LocalSwarm(base, num_servers=num_servers) as swarm:
+        os.environ[_PEERS] = " ".join(swarm.initial_peers)
+        try:
+            yield swarm.initial_peers
+        finally:
+            os.environ.pop(_PEERS, None)
 
 
 @contextlib.contextmanager

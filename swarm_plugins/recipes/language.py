@@ -91,6 +91,6 @@ class AdapterTuner(LanguageTuner):
             self.model = put_on(base, self._adapter)
 
     def on_fit_end(self) -> None:
-        if self.output is not None and self.model is not None:
+        if self.output is not None and self.model is not None and self.trainer.is_global_zero:
             folder = Path(self.output).expanduser().absolute()
             self.saved = save_adapter(self.model, folder, step=self.trainer.global_step)

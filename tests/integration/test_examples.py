@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parent.parent.parent
 TEXT = ROOT / "examples" / "data" / "gettysburg.txt"
 FABRIC = Path(sys.executable).with_name("fabric")
+ACCELERATE = Path(sys.executable).with_name("accelerate")
 END_S = 200.0
 
 
@@ -32,6 +33,7 @@ def peers(tiny_mixtral: Path) -> Iterator[Mapping[str, str]]:
 
 
 def run(folder: Path, *command: str | Path, environment: Mapping[str, str]) -> str:
+    folder.mkdir(exist_ok=True)
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
@@ -49,12 +51,17 @@ def example(name: str) -> tuple[str, Path]:
     return sys.executable, ROOT / "examples" / name
 
 
-def fabric_run() -> list[str | Path]:
-    # Of the launcher; its default is one number for all runs of a machine.
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [FABRIC, "run", "--strategy", "swarm", f"--main-port={port}", ROOT / "recipes" / "fabric_lora.py"]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def fabric_run(*options: str) -> list[str | Path]:
+    # The launcher's default port is one number for all runs of a machine.
+    how = ["--strategy", "swarm", f"--main-port={free_port()}", *options]
+    return [FABRIC, "run", *how, ROOT / "recipes" / "fabric_lora.py"]
 
 
 def numbers(pattern: str, said: str) -> list[float]:
@@ -152,6 +159,50 @@ def test_fabric_run_knows_the_strategy_and_resumes(
     assert "step 12" in second
     # It goes on from where the first ended, in the very numbers.
     assert numbers(r"held-out loss ([\d.]+)", second)[0] == after
+
+
+def test_two_processes_are_started_by_the_trainer(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    said = run(tmp_path, *example("several_processes.py"), tiny_mixtral, environment=peers)
+    assert len(numbers(r"2 processes: loss ([\d.]+)", said)) == 1
+    assert all("lora_" in name for name in tensor_names(tmp_path / "runs" / "several_processes"))
+
+
+def test_fabric_run_starts_two_processes(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    options = ["--base", tiny_mixtral, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
+    said = run(tmp_path, *fabric_run("--devices=2"), *options, "--steps", "4", environment=peers)
+    assert len(numbers(r"step 4: held-out loss ([\d.]+)", said)) == 1
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["adapter", "last.ckpt"]
+
+
+def launched(num_processes: int, program: str) -> list[str | Path]:
+    # On machines without a GPU as well.
+    how = ["--multi_gpu"] if num_processes > 1 else []
+    how += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={free_port()}"]
+    return [ACCELERATE, "launch", *how, f"--num_processes={num_processes}", ROOT / "examples" / program]
+
+
+@pytest.mark.parametrize("place", ["swarm", "fast=100KB"])
+def test_accelerate_launch_trains_two_processes_as_one(
+    place: str, tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+) -> None:
+    environment = peers if place == "swarm" else {"SWARM_OFFLOAD": place}
+    said = [
+        run(tmp_path / str(number), *launched(number, "accelerate_loop.py"), tiny_mixtral, environment=environment)
+        for number in (1, 2)
+    ]
+    one, two = (numbers(r"epoch \d: loss ([\d.]+)", each) for each in said)
+    assert len(one) == 4
+    assert two == pytest.approx(one, abs=2e-6)
+    state = tmp_path / "2" / "runs" / "accelerate_loop" / "state"
+    with safe_open(state / "model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118 - not a dictionary
+
+
+def test_the_trainer_of_transformers_takes_two_processes(
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+) -> None:
+    said = run(tmp_path, *launched(2, "transformers_trainer.py"), tiny_mixtral, environment=peers)
+    assert numbers(r"'train_loss': ([\d.]+)", said)
 
 
 def test_fabric_run_without_a_swarm_says_how_to_name_one(tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -80,10 +80,9 @@ def test_a_module_without_remote_blocks_is_refused(model: Path, tmp_path: Path) 
         trainer(tmp_path, "swarm", 1).fit(Tuner(model, AutoModelForCausalLM), data())
 
 
-@pytest.mark.parametrize("options", [{"devices": 2}, {"precision": "16-true"}], ids=["devices", "16-true"])
-def test_settings_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises((ConfigError, UnsupportedError), match=r"devices|16-true"):
-        pl.Trainer(strategy="swarm", accelerator="cpu", logger=False, **options).fit(pl.LightningModule())
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="16-true"):
+        pl.Trainer(strategy="swarm", accelerator="cpu", logger=False, precision="16-true").fit(pl.LightningModule())
 
 
 def test_fabric_trains_too(model: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,6 +12,7 @@ from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.parallel import gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
+from swarm_plugins.strategy.batches import check_batches
 from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember
 from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
 from swarm_plugins.strategy.reading import TrainerStrategyBase
@@ -84,17 +83,7 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, TrainerStrategyBase, _
         self._check_batches("predict", self._module.trainer.num_predict_batches)
 
     def _check_batches(self, stage: str, counts: Sequence[float]) -> None:
-        mine = torch.tensor([float(sum(counts))], device=self.root_device)
-        everyone = mine.new_empty(self.world_size)
-        with translated(f"counting the {stage} batches"):
-            dist.all_gather_single(everyone, mine)
-        # IterableDatasets have no length.
-        found = [int(count) if count != float("inf") else count for count in everyone.tolist()]
-        if len(set(found)) > 1:
-            raise ConfigError(
-                f"the ranks have {found} {stage} batches, but experts on other ranks need all of them in each forward: "
-                f"give every rank as many rows, or set limit_{stage}_batches={min(found)}"
-            )
+        check_batches(stage, counts, self.root_device, "experts on other ranks need all of them in each forward")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole module on rank 0, as one process would have it, and nothing elsewhere.

@@ -32,9 +32,12 @@ else:
 class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
-    _is_found = False
     _samples = 0
     _resumed_run: dict[str, Any] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._modules: list[nn.Module] = []
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
         """Runs inside ``fabric.init_module()``: models loaded there have their blocks where the strategy says."""
@@ -49,13 +52,20 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
 
         Raises:
             UnsupportedError: If none has.
+            ConfigError: If the processes have different ones.
         """
-        if not self._is_found:
+        if not self._modules:
             check_placed(module, self.place)
-            self._is_found = True
         if self.run_id is not None and is_placed(module):
             module.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.start_alike(module)
+        self._modules.append(module)
         return super().setup_module(module)
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Computes gradients and averages them over the processes."""
+        super().backward(tensor, module, *args, **kwargs)
+        self.average([one for part in self._modules for one in part.parameters() if one.requires_grad])
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or self.run_id is None:

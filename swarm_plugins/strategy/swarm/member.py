@@ -8,12 +8,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from swarm_plugins.backbone.context import OnThisMachine, Place, SwarmSettings, active_place, find_place
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.strategy.swarm.processes import DEFAULT_TIMEOUT_S, Processes
 from swarm_plugins.together.config import RunConfig
 
 if TYPE_CHECKING:
@@ -22,14 +21,12 @@ if TYPE_CHECKING:
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
-class SwarmMember:
+class SwarmMember(Processes):
     """Mixed into the strategies; keeps settings, and joins the swarm in `setup_environment`."""
 
     strategy_name = "swarm"
-    num_nodes: int = 1
     place: Place | None = None
     """Where blocks run, once `join` has found it."""
-    _devices: list[torch.device] | None = None
     _connection: Any = None
     shared_run: SharedRun | None = None
     """The run that is trained together, while it is under way."""
@@ -42,6 +39,7 @@ class SwarmMember:
         offload: OffloadConfig | str | None = None,
         run_id: str | None = None,
         run: RunConfig | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__()
         self.initial_peers = initial_peers
@@ -49,50 +47,31 @@ class SwarmMember:
         self.offload = offload
         self.run_id = run_id or os.environ.get("SWARM_RUN_ID") or None
         self.run = run
+        self.timeout_s = timeout_s
 
     def setup_environment(self) -> None:
-        """Joins the swarm: before the model is built, and not yet when the strategy is constructed."""
-        self.join()
+        """Meets the other processes and joins the swarm: before the model is built, and not when one is constructed."""
         super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy, mixed in after this class
+        self.set_world_ranks()
+        self.open_group()
+        with self.together():
+            self.join()
 
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The device chosen by ``accelerator=`` and ``devices=``, in a list; Lightning fills it in."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices is not None and len(devices) > 1:
-            raise UnsupportedError(
-                f"strategy 'swarm' trains on one device, got devices={len(devices)}: the blocks run on servers, the "
-                "rest is small; pass devices=1"
+    def _configure_launcher(self) -> None:
+        if self.is_distributed and self.run_id is not None:
+            raise ConfigError(
+                f"run {self.run_id!r} has one process of each peer, got {self.world_size}: the processes of one user "
+                "would count as peers and average twice; pass devices=1, or leave out run_id"
             )
-        self._devices = devices
-
-    @property
-    def root_device(self) -> torch.device:
-        """Device of the client's weights and the adapters."""
-        return self._devices[0] if self._devices else torch.device("cpu")
-
-    @property
-    def is_distributed(self) -> bool:
-        """Always False: one process trains."""
-        return False
+        super()._configure_launcher()
 
     def join(self) -> None:
         """Joins the swarm if its peers are known by now; a model loaded later may name its own.
 
         Raises:
-            UnsupportedError: If several machines are requested.
             ConfigError: If an address or ``offload`` is malformed, or two places are given.
             TransportError: If the swarm cannot be joined.
         """
-        # Fabric writes to the private name.
-        num_nodes = max(self.num_nodes, getattr(self, "_num_nodes", 1))
-        if num_nodes > 1:
-            raise UnsupportedError(
-                f"strategy 'swarm' is one client on one machine, got num_nodes={num_nodes}; pass num_nodes=1"
-            )
         self.place = find_place(self.initial_peers, self.swarm, self.offload)
         if isinstance(self.place, OnThisMachine):
             if self.run_id is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 
 from swarm_plugins.strategy.swarm.fabric import FabricStrategy
@@ -9,3 +10,5 @@ from swarm_plugins.strategy.swarm.fabric import FabricStrategy
 
 class FabricSwarmStrategy(FabricStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # typed for the other package
     """As `swarm_plugins.FabricSwarmStrategy`, for ``lightning_fabric.Fabric``."""
+
+    launcher_class = _SubprocessScriptLauncher

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from swarm_plugins.strategy.batches import check_batches
 from swarm_plugins.strategy.reading import TrainerStrategyBase
 from swarm_plugins.strategy.swarm.inspection import check_placed, check_trainable
 from swarm_plugins.strategy.swarm.member import SwarmMember
@@ -27,8 +28,17 @@ else:
 class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
+    parallel_class: Any
+    """The package's ParallelStrategy."""
+
+    def set_world_ranks(self) -> None:
+        """Numbers the processes; from then on the Trainer divides the data among several."""
+        super().set_world_ranks()
+        if self.is_distributed:
+            self.parallel_class.register(type(self))
+
     def setup_environment(self) -> None:
-        """Joins the swarm; a run that is trained together is joined when training starts."""
+        """Joins the swarm with all processes; a run that is trained together is joined when training starts."""
         super().setup_environment()
         if self.run_id is not None:
             callbacks: list[Any] = self._module.trainer.callbacks
@@ -42,16 +52,32 @@ class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Checks the module, then sets up devices and optimizers.
+        """Checks the module, then sets up devices and optimizers, on all processes alike.
 
         Raises:
             UnsupportedError: If the module's model was not loaded there.
-            ConfigError: If it is to be trained and has no adapter.
+            ConfigError: If it is to be trained and has no adapter, or the processes have different ones.
         """
-        check_placed(self._module, self.place)
-        if trainer.state.fn == "fit":
-            check_trainable(self._module)
+        with self.together():
+            check_placed(self._module, self.place)
+            if trainer.state.fn == "fit":
+                check_trainable(self._module)
         super().setup(trainer)
+        self.start_alike(self._module)
+
+    def on_train_start(self) -> None:
+        """Checks that all processes have as many batches.
+
+        Raises:
+            ConfigError: If one would wait for another that has no more.
+        """
+        if self.is_distributed:
+            counts = [self._module.trainer.num_training_batches]
+            check_batches("train", counts, self.root_device, "gradients of all of them are averaged in each step")
+
+    def post_backward(self, closure_loss: Any) -> None:
+        """Averages gradients over the processes, before hooks, clipping and the optimizer see them."""
+        self.average([one for one in self._module.parameters() if one.requires_grad])
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the trained state."""

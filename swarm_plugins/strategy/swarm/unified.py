@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _FabricLauncher
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _FabricDevice
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy as _TrainerDevice
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as _TrainerLauncher
 
 from swarm_plugins.strategy.swarm.fabric import FabricStrategy
 from swarm_plugins.strategy.swarm.trainer import TrainerStrategy
@@ -26,7 +29,11 @@ class SwarmStrategy(TrainerStrategy, _TrainerDevice):
         run_id: Name of a run: all Trainers that name it improve one adapter together. None: from ``SWARM_RUN_ID``, or
             else this Trainer trains alone.
         run: Settings of the run.
+        timeout_s: Deadline of each collective with ``devices=N``: how long a process may be late.
     """
+
+    launcher_class = _TrainerLauncher
+    parallel_class = ParallelStrategy
 
 
 class FabricSwarmStrategy(FabricStrategy, _FabricDevice):
@@ -35,3 +42,5 @@ class FabricSwarmStrategy(FabricStrategy, _FabricDevice):
     Takes the arguments of `SwarmStrategy`. For ``lightning_fabric`` use
     ``swarm_plugins.strategy.swarm.standalone_fabric.FabricSwarmStrategy``, or the name.
     """
+
+    launcher_class = _FabricLauncher

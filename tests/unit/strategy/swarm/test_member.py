@@ -8,9 +8,11 @@ import lightning.fabric.plugins.precision as fabric_precision
 import lightning.pytorch.plugins.precision as trainer_precision
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from swarm_plugins import FabricSwarmStrategy, SwarmConfig, SwarmStrategy
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.strategy.swarm import processes
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmPeer"
 STRATEGIES = [pytest.param(SwarmStrategy, id="trainer"), pytest.param(FabricSwarmStrategy, id="fabric")]
@@ -49,19 +51,15 @@ def test_it_takes_the_device_that_the_accelerator_gives(cls: Any) -> None:
     assert strategy.root_device == torch.device("meta")
 
 
-@pytest.mark.parametrize("cls", STRATEGIES)
-def test_several_devices_are_refused_with_their_number(cls: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"devices=3.*pass devices=1"):
-        cls().parallel_devices = [torch.device("cpu")] * 3
+def test_several_processes_of_a_run_with_others_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run 'ours' has one process of each peer, got 2: .* or leave out run_id"):
+        Trainer(strategy=SwarmStrategy(run_id="ours"), accelerator="cpu", devices=2, logger=False)
 
 
-@pytest.mark.parametrize("cls", STRATEGIES)
-@pytest.mark.parametrize("attribute", ["num_nodes", "_num_nodes"])
-def test_several_machines_are_refused_with_their_number(cls: Any, attribute: str) -> None:
-    strategy = cls([PEER])
-    setattr(strategy, attribute, 2)
-    with pytest.raises(UnsupportedError, match=r"num_nodes=2.*pass num_nodes=1"):
-        strategy.join()
+def test_several_processes_in_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_IS_INTERACTIVE", True)
+    with pytest.raises(ConfigError, match=r"devices=2 starts the program again .* notebook .* pass devices=1"):
+        Trainer(strategy="swarm", accelerator="cpu", devices=2, logger=False)
 
 
 @pytest.mark.parametrize("cls", STRATEGIES)
