@@ -114,6 +114,10 @@ class CutModel:
             found = self._modules[block, path] = self.layers[block].get_submodule(path)
         return found
 
+    def has_joined(self, block: int) -> bool:
+        """Returns whether a block computes with what the cache returns before it attends to it, as far as is known."""
+        return self._joined.get(block, False)
+
     def forward(
         self, inputs: SpanInputs, on_boundary: Callable[[], None] | None = None, made: list[Tensor] | None = None
     ) -> SpanOutputs:
@@ -140,7 +144,8 @@ class CutModel:
         padding = padding_of(step)
         if self._is_direct and padding is None and step.hidden.shape[1] == 1 and step.is_plain:
             return call.outputs(self._run_single(call, step.blocks, step.hidden, step.position_ids, past))
-        mask = masks_of(step, padding, step.cache.length, attention=self.attention, config=self.config)
+        cache = step.cache
+        mask = masks_of(step, padding, cache.length, attention=self.attention, config=self.config, first_of=cache.first)
         return call.outputs(self.run(call, step.hidden, mask, step.position_ids, past, step.token_ids))
 
     def stacks(self, steps: Sequence[StepInputs], packing: Packing) -> list[list[int]]:

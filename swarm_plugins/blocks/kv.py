@@ -4,6 +4,9 @@ A cache's buffers are allocated in whole pages of tokens and grow geometrically:
 and attention reads one contiguous run of tokens per row and head. The pool only counts bytes. Old and new buffers
 exist at the same time while a cache grows or is reordered; both are counted, so the budget is never exceeded.
 
+Blocks with a sliding window keep what later tokens see, and `ROLLBACK_TOKENS` before that. The pages before are freed
+when the next step asks for room: until then, the step before can be taken back, and its pages be copied.
+
 States of fixed size (of convolutions and recurrences) are never changed in place: a step makes new ones, and those
 before it are kept, so that a step can be taken back.
 
@@ -14,46 +17,14 @@ Letters in shapes: ``B`` rows, ``H`` key/value heads, ``C`` allocated tokens, ``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import PAGE_TOKENS
+from swarm_plugins.blocks.kept import Kept, Move
+from swarm_plugins.blocks.layout import BlockKV, in_pages
 from swarm_plugins.blocks.own_layers import OwnState
 from swarm_plugins.errors import CapacityError, ConfigError
-
-
-class BlockKV(NamedTuple):
-    """What one block caches for one token of one row."""
-
-    key_heads: int
-    key_width: int
-    value_heads: int
-    value_width: int
-    dtype: torch.dtype
-    index_width: int = 0
-    """Of an indexer's keys, by which attention chooses tokens."""
-    index_dtype: torch.dtype = torch.float32
-    row_bytes: int = 0
-    """Bytes of the states of one row, whatever its length."""
-    grown_bytes: int = 0
-    """Bytes by which the states of one row grow with a token."""
-    slots: int = 1
-    """How many keys and values it caches, one for each attention in it."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token of one row."""
-        width = self.key_heads * self.key_width + self.value_heads * self.value_width
-        whole = self.slots * width * self.dtype.itemsize + self.index_width * self.index_dtype.itemsize
-        # The states now, and those before the last step.
-        return whole + 2 * self.grown_bytes
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is keys and values, and nothing else."""
-        return self.key_heads > 0 and self.slots == 1 and not (self.index_width or self.row_bytes or self.grown_bytes)
 
 
 class RewindError(ConfigError):
@@ -114,12 +85,14 @@ class KVCache:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self.blocks = blocks
         self.length = 0
-        self.capacity = 0
         self._pool = pool
         self._device = device
         self._layouts = {block: layouts[block] for block in blocks if block in layouts}
         self.batch_size = batch_size
-        self._token_bytes = sum(layout.token_bytes for layout in self._layouts.values())
+        windows = {layout.window for layout in self._layouts.values()}
+        # The smallest first: 0, of blocks that keep all tokens.
+        self._kept = [Kept(self._with(window), window, batch_size, device) for window in sorted(windows)]
+        self._of = {block: kept for kept in self._kept for block in kept.layouts}
         # The states now, and those before the last step.
         self._row_bytes = 2 * sum(layout.row_bytes for layout in self._layouts.values())
         self._num_rows_kept = 0
@@ -130,24 +103,49 @@ class KVCache:
         """Of a step that is running; they count when it `advance`s."""
         self._before: tuple[int, States] | None = None
         """Length and states before the last step, or the one that runs."""
-        # Without tokens, and so without memory.
-        self._buffers = {
-            block: self._moved(block, layout, 0, None, batch_size) for block, layout in self._layouts.items()
-        }
         self._is_closed = False
+
+    def _with(self, window: int) -> dict[int, BlockKV]:
+        return {block: layout for block, layout in self._layouts.items() if layout.window == window}
+
+    @property
+    def capacity(self) -> int:
+        """Allocated tokens of a row, in blocks that keep all of them if there are any."""
+        return self._kept[0].capacity if self._kept else 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes taken from the budget."""
-        return self.batch_size * self.capacity * self._token_bytes + self._num_rows_kept * self._row_bytes
+        tokens = sum(kept.capacity * kept.token_bytes for kept in self._kept)
+        return self.batch_size * tokens + self._num_rows_kept * self._row_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that a copy takes."""
+        tokens = sum((in_pages(self.length) - kept.first) * kept.token_bytes for kept in self._kept)
+        return self.batch_size * (tokens + self._row_bytes)
 
     @property
     def has_states(self) -> bool:
         """Whether some block has states."""
         return any(layout.row_bytes or layout.grown_bytes for layout in self._layouts.values())
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether some block keeps a window."""
+        return any(kept.window for kept in self._kept)
+
+    def keeps_window(self, block: int) -> bool:
+        """Returns whether a block keeps a window."""
+        return block in self._of and self._of[block].window > 0
+
+    def first(self, block: int) -> int:
+        """Returns the first token that a block still has."""
+        kept = self._of.get(block)
+        return 0 if kept is None else kept.first
+
     def reserve(self, new_tokens: int, *, goes_on: bool = False) -> None:
-        """Makes room for ``new_tokens`` more tokens per row, in all blocks at once.
+        """Makes room for ``new_tokens`` more tokens per row, in all blocks at once; frees what has left a window.
 
         With ``goes_on`` they are a further part of the step before: states go back to before its first part.
 
@@ -162,49 +160,86 @@ class KVCache:
             self._before = (self.length, self.states)
         self._keep_rows(max(self.batch_size, self._num_rows_kept))
         needed = self.length + new_tokens
-        if needed > self.capacity:
-            ample = in_pages(max(needed, self.capacity + self.capacity // 2))
-            # By half where there is plenty of room, so that others still find some; else by the minimum.
-            self._move(ample if self._pool.fits(2 * self._cost(ample)) else in_pages(needed), None)
+        due = [kept for kept in self._kept if kept.is_due(self.length, needed)]
+        if not due:
+            return
+        least = [Move(kept, *kept.place_for(self.length, needed)) for kept in due]
+        ample = [move._replace(capacity=move.kept.ample(move.capacity)) for move in least]
+        # By half where there is plenty of room, so that others still find some; else by the minimum.
+        moves = ample if self._pool.fits(2 * self._cost(ample)) else least
+        if not self._pool.fits(self._cost(moves)):
+            # Those that would only free memory can wait.
+            moves = [move for move in least if needed - move.kept.first > move.kept.capacity]
+        self._move(moves, None)
 
     @property
     def slots(self) -> int:
         """Keys and values that each block caches."""
         return max((layout.slots for layout in self._layouts.values()), default=1)
 
-    def growth_bytes(self, rows: int, tokens: int) -> int:
-        """Returns the bytes needed on top for so many tokens in so many rows, and while the cache grows."""
+    def growth_bytes(self, rows: int, tokens: int, new_tokens: int) -> int:
+        """Returns the bytes needed on top for so many tokens in so many rows, and while the cache grows.
+
+        Args:
+            rows: Rows then.
+            tokens: Tokens of each then.
+            new_tokens: How many of them are new.
+        """
         states = max(0, rows - self._num_rows_kept) * self._row_bytes
-        capacity = in_pages(tokens)
-        return states + (self._cost(capacity, rows) if rows * capacity > self.batch_size * self.capacity else 0)
+        moves = [Move(kept, *kept.place_for(tokens - new_tokens, tokens)) for kept in self._kept]
+        growing = [
+            move
+            for move in moves
+            if rows * move.capacity > self.batch_size * move.kept.capacity
+            or (tokens > new_tokens and tokens - move.kept.first > move.kept.capacity)
+        ]
+        return states + self._cost(growing, rows)
 
     def append(self, block: int, keys: Tensor, values: Tensor, slot: int = 0) -> None:
         """Writes ``[B, H, S, W]`` after the cached tokens of a block; they count when it `advance`s."""
-        key_buffer, value_buffer = self._slot(block, slot)
-        num_new = keys.shape[2]
-        key_buffer.narrow(2, self.length, num_new).copy_(keys)
-        value_buffer.narrow(2, self.length, num_new).copy_(values)
+        kept, layout = self._of[block], self._layouts[block]
+        start = self.length - kept.first
+        key_buffer, value_buffer, _ = kept.buffers[block]
+        key_buffer.write(start, keys, slot * layout.key_heads)
+        value_buffer.write(start, values, slot * layout.value_heads)
 
     def view(self, block: int, length: int, slot: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the first ``length`` tokens of a block, ``[B, H, length, W]``, without a copy."""
-        key_buffer, value_buffer = self._slot(block, slot)
-        return key_buffer.narrow(2, 0, length), value_buffer.narrow(2, 0, length)
+        """Returns what a block has of the first ``length`` tokens, ``[B, H, length - first, W]``.
 
-    def _slot(self, block: int, slot: int) -> tuple[Tensor, Tensor]:
-        keys, values, _ = self._buffers[block]
-        layout = self._layouts[block]
-        if layout.slots == 1:
-            return keys, values
+        Without a copy, if they are kept as wide as they are computed.
+        """
+        kept, layout = self._of[block], self._layouts[block]
+        key_buffer, value_buffer, _ = kept.buffers[block]
+        num_tokens = length - kept.first
         return (
-            keys.narrow(1, slot * layout.key_heads, layout.key_heads),
-            values.narrow(1, slot * layout.value_heads, layout.value_heads),
+            key_buffer.read(0, num_tokens, slot * layout.key_heads, layout.key_heads),
+            value_buffer.read(0, num_tokens, slot * layout.value_heads, layout.value_heads),
         )
 
     def append_index(self, block: int, keys: Tensor) -> Tensor:
         """Writes an indexer's keys, ``[B, S, W]``, as `append` does; returns all, ``[B, L + S, W]``."""
-        buffer = self._buffers[block][2].narrow(2, 0, self.length + keys.shape[1])
-        buffer.narrow(2, self.length, keys.shape[1]).copy_(keys[:, None])
-        return buffer[:, 0]
+        kept = self._of[block]
+        buffer, start = kept.buffers[block][2], self.length - kept.first
+        buffer.write(start, keys[:, None])
+        return buffer.read(0, start + keys.shape[1], 0, 1)[:, 0]
+
+    def stored(self, block: int, start: int, num_tokens: int) -> list[Tensor] | None:
+        """Returns keys and values as they are kept, ``[B, H, num_tokens, ...]``, without a copy; None if they are gone.
+
+        `append_stored` takes copies of them, in a cache of the same layout.
+        """
+        kept = self._of[block]
+        if start < kept.first:
+            return None
+        tensors = (tensor for buffer in kept.buffers[block][:2] for tensor in buffer.tensors)
+        return [tensor.narrow(2, start - kept.first, num_tokens) for tensor in tensors]
+
+    def append_stored(self, block: int, tensors: Sequence[Tensor]) -> None:
+        """Writes what `stored` has returned after the cached tokens; they count when it `advance`s."""
+        kept = self._of[block]
+        targets = (tensor for buffer in kept.buffers[block][:2] for tensor in buffer.tensors)
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.narrow(2, self.length - kept.first, tensor.shape[2]).copy_(tensor)
 
     def advance(self, new_tokens: int) -> None:
         """Counts the tokens and states of a step."""
@@ -219,13 +254,22 @@ class KVCache:
         """Keeps the first ``length`` tokens. The memory stays with the cache.
 
         Raises:
-            RewindError: If states would have to go back further than to before the last step.
+            RewindError: If states would have to go back further than to before the last step, or a window further than
+                to `ROLLBACK_TOKENS` before it.
             ConfigError: If the cache is shorter, or closed.
         """
         self._check_open()
         if not 0 <= length <= self.length:
             raise ConfigError(f"cannot crop to {length} tokens: the cache holds {self.length}")
-        if self.has_states and length < self.length:
+        if length == self.length:
+            return
+        gone = next((kept for kept in self._kept if length and not kept.can_go_back(length)), None)
+        if gone is not None:
+            raise RewindError(
+                f"cannot crop to {length} tokens of {self.length}: blocks with a window of {gone.window} tokens have "
+                f"freed those before {gone.first}"
+            )
+        if self.has_states:
             at, states = (0, {}) if length == 0 else self._before or (0, {})
             if at != length:
                 raise RewindError(
@@ -234,6 +278,8 @@ class KVCache:
                 )
             self.states, self._before = states, None
         self.length = length
+        for kept in self._kept if length == 0 else ():
+            kept.first = 0
 
     def select(self, indices: Sequence[int]) -> None:
         """Makes row ``i`` the old row ``indices[i]``.
@@ -253,7 +299,7 @@ class KVCache:
             if self._num_rows_kept:
                 self._keep_rows(max(len(rows), self._num_rows_kept))
             # Not with room for tokens that are gone: a crop leaves it, and other rows would multiply it.
-            self._move(in_pages(self.length), rows)
+            self._move([Move(kept, *kept.place_for(self.length, self.length)) for kept in self._kept], rows)
             index = torch.tensor(rows, device=self._device)
             self.states = {key: state.index_select(0, index) for key, state in self.states.items()}
             self._before = None
@@ -266,15 +312,19 @@ class KVCache:
         """
         self._check_open()
         copy = KVCache(self._pool, self._layouts, self.blocks, self.batch_size, self._device)
+        for new, old in zip(copy._kept, self._kept, strict=True):
+            new.first = old.first
+        copy.length = self.length
         try:
-            copy.reserve(self.length)
+            copy.reserve(0)
         except CapacityError:
             copy.close()
             raise
-        for block in self._layouts:
-            for new, old in zip(copy._buffers[block], self._buffers[block], strict=True):
-                new.narrow(2, 0, self.length).copy_(old.narrow(2, 0, self.length))
-        copy.length, copy.states, copy._before = self.length, self.states, self._before
+        for new, old in zip(copy._kept, self._kept, strict=True):
+            for block, buffers in old.buffers.items():
+                for target, source in zip(new.buffers[block], buffers, strict=True):
+                    target.take(source, new.first - old.first, self.length - new.first)
+        copy.states, copy._before = self.states, self._before
         return copy
 
     def close(self) -> None:
@@ -282,9 +332,9 @@ class KVCache:
         if not self._is_closed:
             self._pool.release(self.num_bytes)
             self._is_closed = True
-            self._buffers.clear()
+            self._kept, self._of = [], {}
             self.states, self.new_states, self._before = {}, {}, None
-            self.capacity = self.length = self._num_rows_kept = 0
+            self.length = self._num_rows_kept = 0
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -296,53 +346,33 @@ class KVCache:
             self._pool.reserve((num_rows - self._num_rows_kept) * self._row_bytes)
             self._num_rows_kept = num_rows
 
-    def _cost(self, capacity: int, batch_size: int | None = None) -> int:
-        """Bytes needed on top to move to a capacity, while the largest block has both its old and new buffers."""
-        rows = self.batch_size if batch_size is None else batch_size
-        largest = max((layout.token_bytes for layout in self._layouts.values()), default=0)
-        old, new = self.batch_size * self.capacity, rows * capacity
+    def _cost(self, moves: Sequence[Move], num_rows: int | None = None) -> int:
+        """Bytes needed on top to move, while the largest block has both its old and new buffers."""
+        rows = self.batch_size if num_rows is None else num_rows
         # Blocks move one by one: the peak is at the last when growing, at the first when shrinking.
-        return max(new - old, 0) * self._token_bytes + largest * min(old, new)
+        growth = beside = 0
+        for move in moves:
+            old, new = self.batch_size * move.kept.capacity, rows * move.capacity
+            growth += max(new - old, 0) * move.kept.token_bytes
+            beside = max(beside, move.kept.largest * min(old, new))
+        return growth + beside
 
-    def _move(self, capacity: int, rows: list[int] | None) -> None:
-        """Re-allocates all buffers for a capacity and, if given, for other rows."""
+    def _move(self, moves: Sequence[Move], rows: list[int] | None) -> None:
+        """Re-allocates buffers and, if given, for other rows: then those of all blocks."""
         num_rows = self.batch_size if rows is None else len(rows)
-        cost = self._cost(capacity, num_rows)
+        cost = self._cost(moves, num_rows)
         self._pool.reserve(cost)
         before = self.num_bytes
         try:
-            for block, layout in self._layouts.items():
-                self._buffers[block] = self._moved(block, layout, capacity, rows, num_rows)
+            for kept, first, capacity in moves:
+                for block in kept.layouts:
+                    kept.buffers[block] = kept.moved(block, self.length, first, capacity, rows, num_rows)
         except BaseException:
             # Out of real memory half-way: the buffers differ in shape now, so the cache is unusable.
             self._pool.release(cost)
             self.close()
             raise
-        self.capacity, self.batch_size = capacity, num_rows
+        for kept, first, capacity in moves:
+            kept.first, kept.capacity = first, capacity
+        self.batch_size = num_rows
         self._pool.release(cost - (self.num_bytes - before))
-
-    def _moved(
-        self, block: int, layout: BlockKV, capacity: int, rows: list[int] | None, num_rows: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        def empty(heads: int, width: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(num_rows, heads, capacity, width, dtype=dtype, device=self._device)
-
-        buffers = (
-            empty(layout.slots * layout.key_heads, layout.key_width, layout.dtype),
-            empty(layout.slots * layout.value_heads, layout.value_width, layout.dtype),
-            empty(min(1, layout.index_width), layout.index_width, layout.index_dtype),
-        )
-        if self.length:
-            for new, whole in zip(buffers, self._buffers[block], strict=True):
-                kept, old = new.narrow(2, 0, self.length), whole.narrow(2, 0, self.length)
-                if rows is None:
-                    kept.copy_(old)
-                else:
-                    for target, source in enumerate(rows):
-                        kept[target].copy_(old[source])
-        return buffers
-
-
-def in_pages(tokens: int) -> int:
-    """Returns the tokens that whole pages for so many hold."""
-    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS

@@ -12,7 +12,13 @@ from swarm_plugins.block_io import SpanInputs
 
 
 def masks_of(
-    inputs: SpanInputs, padding: Tensor | None, before: int, *, attention: str, config: Any
+    inputs: SpanInputs,
+    padding: Tensor | None,
+    before: int,
+    *,
+    attention: str,
+    config: Any,
+    first_of: Callable[[int], int] = lambda _: 0,
 ) -> Tensor | dict[str, Any] | None:
     """Returns a decoder's mask argument: the padding mask, from which it makes its own masks, or finished masks.
 
@@ -22,19 +28,21 @@ def masks_of(
         before: ``P``, the tokens before them.
         attention: The attention implementation.
         config: The decoder's.
+        first_of: Returns the first token that a block still has.
     """
     masks = inputs.layer_masks
     if masks is None:
         return padding
     make = ALL_MASK_ATTENTION_FUNCTIONS[attention]
     rows, num_new = inputs.hidden.shape[:2]
+    firsts = {kind: first_of(_a_block_of(kind, inputs.blocks, config)) for kind in masks.kinds}
     made = {
         kind: make(
             batch_size=rows,
             q_length=num_new,
-            kv_length=before + num_new,
+            kv_length=before + num_new - firsts[kind],
             q_offset=before,
-            kv_offset=0,
+            kv_offset=firsts[kind],
             mask_function=_looked_up(masks.of(index), before),
             attention_mask=padding,
             allow_is_causal_skip=False,
@@ -46,6 +54,12 @@ def masks_of(
     }
     alone: Tensor | None = made.get("")
     return made if alone is None else alone
+
+
+def _a_block_of(kind: str, blocks: range, config: Any) -> int:
+    """Returns a block of a kind; the first one if there is none, or all are of one kind."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return next((block for block in blocks if kind and kind == kinds[block]), blocks.start)
 
 
 def _looked_up(seen: Tensor, before: int) -> Callable[..., Tensor]:

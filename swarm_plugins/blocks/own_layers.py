@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 OWN = "own"
 """Kind of such states."""
@@ -73,6 +74,11 @@ class OwnLayers:
     def empty(self, block: int) -> OwnState:
         """Returns the state of a layer before the first token."""
         return OwnState(self._layers[block]).clone()
+
+    def window(self, block: int) -> int:
+        """Returns how many tokens each token sees, if transformers' cache keeps no more of a layer; else 0."""
+        layer = self._layers[block] if block < len(self._layers) else None
+        return int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else 0
 
     @property
     def are_of_the_family(self) -> bool:

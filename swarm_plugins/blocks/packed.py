@@ -147,7 +147,7 @@ class ApartPast(Past):
         whole = [] if is_untouched else [self._cut(each, is_whole=True) for each in (key, value)]
         for index, (part, rows) in enumerate(zip(self.parts, self._cut(query), strict=True)):
             keys, values = _view(part, layer) if is_untouched else (each[index] for each in whole)
-            part_mask = None if mask is None else mask.of(index)
+            part_mask = None if mask is None else mask.of(index, part.length - keys.shape[2])
             # [B, S, H, W]
             outputs.append(attend(self.attention, module, rows, keys, values, part_mask, **kwargs))
         return self._together(outputs), None
@@ -203,23 +203,23 @@ class PackedMask:
     def __init__(self, past: ApartPast, arguments: dict[str, Any]) -> None:
         self._past = past
         self._arguments = arguments
-        self._made: dict[int, Tensor | None] = {}
+        self._made: dict[tuple[int, int], Tensor | None] = {}
 
-    def of(self, index: int) -> Tensor | None:
-        """Returns the mask of a session; None where its attention does not need one."""
-        if index not in self._made:
+    def of(self, index: int, first: int) -> Tensor | None:
+        """Returns the mask of a session from its ``first`` token on; None where its attention does not need one."""
+        if (index, first) not in self._made:
             part = self._past.parts[index]
             sizes = {
                 "batch_size": part.batch_size,
                 "q_length": part.num_new,
-                "kv_length": part.length,
+                "kv_length": part.length - first,
                 "q_offset": part.length - part.num_new,
-                "kv_offset": 0,
+                "kv_offset": first,
                 "attention_mask": part.attention_mask,
             }
             make = ALL_MASK_ATTENTION_FUNCTIONS[self._past.attention]
-            self._made[index] = make(**{**self._arguments, **sizes})
-        return self._made[index]
+            self._made[index, first] = make(**{**self._arguments, **sizes})
+        return self._made[index, first]
 
 
 @contextmanager

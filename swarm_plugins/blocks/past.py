@@ -1,8 +1,9 @@
 """What a model's forward gets as ``past_key_values``: a session's cache, several sessions' caches, or a prefix.
 
 Each is a transformers ``Cache`` without layers of its own: it knows the length of the past, takes new keys and values
-and returns those to attend to. Sliding-window layers keep everything; their mask makes the window. States of fixed size
-are handed out and taken as transformers' ``LinearAttentionLayer`` does, but never changed in place.
+and returns those to attend to. Blocks with a sliding window may have lost tokens that it has left; their mask begins
+behind them, as with transformers' ``DynamicSlidingWindowLayer``. States of fixed size are handed out and taken as its
+``LinearAttentionLayer`` does, but never changed in place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from swarm_plugins.blocks.kv import BlockKV, KVCache, States
+from swarm_plugins.blocks.kv import KVCache, States
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.own_layers import OWN, LayersView, OwnLayers, OwnState
 from swarm_plugins.errors import UnsupportedError
 
@@ -157,6 +159,25 @@ class SessionPast(StatefulPast):
         self._cache = cache
         self._slots = cache.slots
         self._joined = joined
+        self._is_windowed = cache.is_windowed
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer keeps a window; transformers looks for the first one of a kind when it makes a mask."""
+        blocks = range(self._cache.blocks.stop if self._is_windowed else 0)
+        return [self._cache.keeps_window(block) for block in blocks]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of as many layers, which of them are not of attention: those that are not here."""
+        return [block not in self._cache.blocks for block in range(len(self.is_sliding))]
+
+    is_dummy = is_linear
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Returns how many tokens a mask covers, and where it starts."""
+        first = self._cache.first(layer_idx) if self._is_windowed else 0
+        return self.length + query_length - first, first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

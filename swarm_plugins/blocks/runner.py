@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import PAGE_TOKENS, SpanInputs, SpanOutputs
-from swarm_plugins.blocks.kv import BlockKV, KVCache
+from swarm_plugins.blocks.kv import KVCache
+from swarm_plugins.blocks.layout import BlockKV, SessionBytes, in_pages
 from swarm_plugins.borders import NO_TIES
 
 
@@ -46,18 +47,27 @@ class SpanSpec:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes that one token of one row takes in the caches of all blocks."""
-        return self.kv_bytes_of(self.kv_layouts)[0]
+        """Bytes that one token of one row takes in the caches of all blocks, until it leaves a window."""
+        return sum(layout.token_bytes for layout in self.kv_layouts.values())
+
+    @property
+    def wide_token_bytes(self) -> int:
+        """The same outside of caches: as wide as they are computed."""
+        return sum(layout._replace(is_coded=False).token_bytes for layout in self.kv_layouts.values())
 
     @property
     def kv_row_bytes(self) -> int:
         """Bytes that one row takes there at any length: its states, and those before the last step."""
-        return self.kv_bytes_of(self.kv_layouts)[1]
+        return self.session_bytes(self.kv_layouts).row_bytes
 
-    def kv_bytes_of(self, blocks: Iterable[int]) -> tuple[int, int]:
-        """Returns what one token of one row, and what the row itself takes in the caches of those blocks held here."""
-        layouts = [self.kv_layouts[block] for block in blocks if block in self.kv_layouts]
-        return sum(layout.token_bytes for layout in layouts), 2 * sum(layout.row_bytes for layout in layouts)
+    def session_bytes(self, blocks: Iterable[int]) -> SessionBytes:
+        """Returns what the caches of those blocks take that are held here."""
+        return SessionBytes.of(self.kv_layouts[block] for block in blocks if block in self.kv_layouts)
+
+    def bytes_at_once(self, blocks: Iterable[int], num_tokens: int) -> int:
+        """Returns what a row takes that begins with so many tokens: those that leave a window go with the next step."""
+        known = self.session_bytes(blocks)
+        return known.row_bytes + in_pages(num_tokens) * (known.token_bytes + known.window_bytes)
 
     @property
     def kv_row_tokens(self) -> int:
@@ -70,10 +80,13 @@ class SpanSpec:
         """Returns how many tokens of one row fit into ``num_bytes``, in whole pages.
 
         If a row takes the same memory at any length, each one that fits counts as the model's longest. A token that
-        takes none counts as a byte.
+        takes none counts as a byte. With windows, several rows may have room for fewer tokens, but for those that
+        would fit if all were kept.
         """
         if self.kv_token_bytes:
-            return max(0, num_bytes - self.kv_row_bytes) // (self.kv_token_bytes * PAGE_TOKENS) * PAGE_TOKENS
+            whole = max(0, num_bytes - self.kv_row_bytes) // self.kv_token_bytes
+            fitting = max(whole, min(self.max_positions, self.session_bytes(self.kv_layouts).tokens_in(num_bytes)))
+            return fitting // PAGE_TOKENS * PAGE_TOKENS
         return num_bytes // self.kv_row_bytes * self.max_positions if self.kv_row_bytes else num_bytes
 
 

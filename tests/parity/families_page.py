@@ -18,7 +18,7 @@ from test_every_type import CRASHES, DECODERS, ENCODERS, REFUSED
 from transformers.utils.logging import disable_progress_bar
 from type_models import save_type
 
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.checkpoint import Checkpoint

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
+from swarm_plugins.blocks.kv import KVCache, KVPool
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.server.rpc import beginnings
 from swarm_plugins.server.rpc.beginnings import _keep
 from swarm_plugins.server.state.prefixes import Begun, PrefixStore, has_whole_pages

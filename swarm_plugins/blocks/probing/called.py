@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from swarm_plugins.blocks.cut_model import CutModel
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.probing.runs import Session, run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from swarm_plugins.blocks.cut_model import CutModel
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.past import ProbePast
 from swarm_plugins.blocks.probing.runs import run
 

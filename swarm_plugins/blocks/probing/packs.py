@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.cut_model import CutModel
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.blocks.probing.runs import FAULTS, SEED, Session, distance, random
 from swarm_plugins.blocks.runner import StepInputs

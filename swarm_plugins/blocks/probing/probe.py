@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 
 from swarm_plugins.blocks.cut_model import CutModel
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.blocks.probing.arguments import mask_kinds, position_planes, takes_ids
 from swarm_plugins.blocks.probing.called import never_called
 from swarm_plugins.blocks.probing.form import learn_form
 from swarm_plugins.blocks.probing.layouts import layouts_of
 from swarm_plugins.blocks.probing.packs import packing_of, takes_several
+from swarm_plugins.blocks.probing.windows import with_windows
 
 
 class Traits(NamedTuple):
@@ -48,12 +49,13 @@ def probe(cut: CutModel) -> Traits:
         hidden = learn_form(cut)
         are_ids_taken = takes_ids(cut, hidden)
         layouts = layouts_of(cut, hidden)
+        packing, kinds = packing_of(cut, layouts), mask_kinds(cut, hidden)
         return Traits(
-            layouts,
-            packing=packing_of(cut, layouts),
+            with_windows(cut, layouts, packing, kinds),
+            packing=packing,
             takes_several=takes_several(cut, hidden, layouts),
             never_called=never_called(cut, hidden, layouts),
             takes_ids=are_ids_taken,
-            mask_kinds=mask_kinds(cut, hidden),
+            mask_kinds=kinds,
             position_planes=position_planes(cut, hidden),
         )

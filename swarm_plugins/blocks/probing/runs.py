@@ -9,7 +9,8 @@ from torch import Tensor
 
 from swarm_plugins.blocks.calls import Call
 from swarm_plugins.blocks.cut_model import CutModel
-from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
+from swarm_plugins.blocks.kv import KVCache, KVPool
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.past import Past
 from swarm_plugins.blocks.runner import StepInputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import PAGE_TOKENS, SpanOutputs
+from swarm_plugins.blocks.kv import RewindError
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server import limits
 from swarm_plugins.server.rpc.proofs import hashing
@@ -45,13 +47,20 @@ async def run_beginning(service: Service, session: Session, inputs: StepInputs, 
             known.append(outputs.hidden)
     except BaseException:
         # A step that fails leaves the cache as it was.
-        service.scheduler.post(lambda: None if session.is_closed else session.cache.crop(begun.tokens))
+        service.scheduler.post(functools.partial(_take_back, session, begun.tokens))
         raise
     outputs = SpanOutputs(hidden=torch.cat(known, dim=1) if len(known) > 1 else known[0])
     keep = functools.partial(_keep, prefixes, session, session.num_changes, begun, keys, outputs.hidden)
     service.scheduler.post(keep)
     session.begun = Begun(keys[-1], begun.tokens + len(keys) * PAGE_TOKENS)
     return outputs, num_known
+
+
+def _take_back(session: Session, num_tokens: int) -> None:
+    if not session.is_closed:
+        # A window may have left what would be needed: the client replays the session then.
+        with contextlib.suppress(RewindError):
+            session.cache.crop(num_tokens)
 
 
 def _keep(

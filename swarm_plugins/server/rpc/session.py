@@ -19,7 +19,7 @@ from swarm_plugins.server.rpc.checks import check_blocks, check_held, check_pref
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import opening_history
 from swarm_plugins.server.rpc.push import finished, plain_step
-from swarm_plugins.server.rpc.session_memory import admitted, cache_bytes, max_tokens, room, too_long
+from swarm_plugins.server.rpc.session_memory import admitted, max_tokens, room, too_long
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.inbox import Inbox
 from swarm_plugins.server.state.sessions import Session
@@ -80,8 +80,10 @@ class _Stream:
         source = self._source(request, blocks)
         first_tokens = prefix_tokens if source is None else source.cache.length
         # An empty cache takes no memory, but the copy of one does for states.
-        is_empty = source is None and not first_tokens
-        asked = 0 if is_empty else cache_bytes(service, blocks, request.batch_size, first_tokens)
+        if source is not None:
+            asked = source.cache.copy_bytes
+        else:
+            asked = request.batch_size * service.spec.bytes_at_once(blocks, prefix_tokens) if prefix_tokens else 0
         with room(service, self._peer, asked), contextlib.ExitStack() as ending:
             ending.enter_context(service.sessions.counted(self._peer))
             cache = await self._new_cache(self._maker(request, blocks, source))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from swarm_plugins.blocks.kv import in_pages
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.ledger import Charge, room_of
 from swarm_plugins.server import limits
@@ -37,17 +36,8 @@ def max_tokens(service: Service, blocks: range, batch_size: int) -> int:
     most = service.max_session_tokens
     if service.kv_bytes is None:
         return most
-    token_bytes, row_bytes = service.spec.kv_bytes_of(blocks)
-    room_of_row = int(service.kv_bytes * limits.MAX_KV_SHARE) // batch_size - row_bytes
-    if room_of_row < 0:
-        return 0
-    return min(most, room_of_row // token_bytes) if token_bytes else most
-
-
-def cache_bytes(service: Service, blocks: range, batch_size: int, num_tokens: int) -> int:
-    """Returns the bytes of a cache of so many tokens in each row, in whole pages."""
-    token_bytes, row_bytes = service.spec.kv_bytes_of(blocks)
-    return batch_size * (in_pages(num_tokens) * token_bytes + row_bytes)
+    room_of_row = int(service.kv_bytes * limits.MAX_KV_SHARE) // batch_size
+    return min(most, service.spec.session_bytes(blocks).tokens_in(room_of_row))
 
 
 def too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
@@ -83,7 +73,7 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> int
     if cached + num_new > limit:
         raise too_long(service, rows, cached + num_new, limit)
     check_tensors(service, request, session.blocks, cached)
-    return session.cache.growth_bytes(rows, cached + num_new)
+    return session.cache.growth_bytes(rows, cached + num_new, num_new)
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def _is_packed(inputs: SpanInputs) -> bool:
 def _held_bytes(inputs: SpanInputs, spec: SpanSpec, total: int) -> int:
     """Returns what a row in parts holds all the time: the states between the blocks, and all keys and values."""
     states = inputs.hidden.shape[1] * spec.hidden_size * spec.dtype.itemsize * (len(inputs.blocks) + _STATES)
-    return states + 2 * total * spec.kv_token_bytes
+    return states + 2 * total * spec.wide_token_bytes
 
 
 def _part_tokens(limits: RunLimits, at_once: int, length: int, total: int, held_bytes: int) -> int | None:

@@ -45,14 +45,19 @@ class Begun(NamedTuple):
 class _Page:
     """What `PAGE_TOKENS` tokens of each row have become."""
 
-    pairs: tuple[tuple[Tensor, Tensor], ...]
-    """Keys and values of each block, ``[B, H, PAGE_TOKENS, W]``."""
+    stored: tuple[list[Tensor], ...]
+    """Keys and values of each block as its cache keeps them, ``[B, H, PAGE_TOKENS, ...]``."""
     outputs: Tensor
     """``[B, PAGE_TOKENS, D]``."""
 
     @property
     def num_bytes(self) -> int:
-        return self.outputs.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.pairs)
+        return self.outputs.nbytes + sum(tensor.nbytes for tensors in self.stored for tensor in tensors)
+
+    def clone(self) -> _Page:
+        """Returns a copy: what it is made of may be views."""
+        stored = tuple([tensor.clone() for tensor in tensors] for tensors in self.stored)
+        return _Page(stored, self.outputs.clone())
 
 
 class PrefixStore:
@@ -118,8 +123,8 @@ class PrefixStore:
         except CapacityError:
             return []
         for page in pages:
-            for block, (one, two) in zip(cache.blocks, page.pairs, strict=True):
-                cache.append(block, one, two)
+            for block, tensors in zip(cache.blocks, page.stored, strict=True):
+                cache.append_stored(block, tensors)
             cache.advance(PAGE_TOKENS)
         return [page.outputs for page in pages]
 
@@ -132,15 +137,15 @@ class PrefixStore:
             if key in self._pages:
                 continue
             first = begun.tokens + number * PAGE_TOKENS
-            views = [cache.view(block, first + PAGE_TOKENS) for block in cache.blocks]
-            page = _Page(
-                tuple((keys[:, :, first:], values[:, :, first:]) for keys, values in views),
-                outputs[:, number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS],
-            )
+            found = [cache.stored(block, first, PAGE_TOKENS) for block in cache.blocks]
+            stored = tuple(tensors for tensors in found if tensors is not None)
+            if len(stored) < len(found):
+                return  # a later step has freed what its window has left
+            page = _Page(stored, outputs[:, number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS])
             own_bytes += page.num_bytes
             if own_bytes > self._pool.free_bytes:
                 return  # it would displace its own beginning
-            self._pages[key] = _Page(tuple((one.clone(), two.clone()) for one, two in page.pairs), page.outputs.clone())
+            self._pages[key] = page.clone()
             self.num_bytes += page.num_bytes
             self._give_way()
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.block_io import PAGE_TOKENS
-from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
+from swarm_plugins.blocks.kv import KVCache, KVPool
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError, ConfigError
 
@@ -62,7 +63,7 @@ def test_room_for_tokens_that_are_gone_is_not_multiplied_by_rows() -> None:
     session = session_of(pool)
     fill(session, 10 * PAGE_TOKENS)
     session.crop(1)
-    asked = session.growth_bytes(100, 2)
+    asked = session.growth_bytes(100, 2, 1)
     before = session.num_bytes
     session.select([0] * 100)
     session.reserve(1)
@@ -217,10 +218,10 @@ def test_growth_is_known_before(tokens: int) -> None:
         pool = KVPool(1 << 20)
         cache = KVCache(pool, layouts, range(4), 3, torch.device("cpu"))
         for num_tokens in (tokens, 3 * tokens):
-            pool.budget_bytes = pool.used_bytes + cache.growth_bytes(3, num_tokens)
+            pool.budget_bytes = pool.used_bytes + cache.growth_bytes(3, cache.length + num_tokens, num_tokens)
             cache.reserve(num_tokens)
-        assert cache.growth_bytes(3, 3 * tokens) == cache.growth_bytes(2, 1) == 0
-        pool.budget_bytes = pool.used_bytes + cache.growth_bytes(3, 1000) - missing
+        assert cache.growth_bytes(3, 3 * tokens, tokens) == cache.growth_bytes(2, 1, 1) == 0
+        pool.budget_bytes = pool.used_bytes + cache.growth_bytes(3, 1000, 1000) - missing
         with pytest.raises(CapacityError) if missing else contextlib.nullcontext():
             cache.reserve(1000)
 

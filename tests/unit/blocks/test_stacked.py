@@ -15,7 +15,7 @@ from type_models import WIDTH, save_type
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import late_row
 from swarm_plugins.blocks import AdapterUse, KVCache, KVPool, LoadedAdapter, Span, SpanOutputs, StepInputs, load_span
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.blocks.stacked import StackedPast, stacks
 from swarm_plugins.checkpoint import Checkpoint

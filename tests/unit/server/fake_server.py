@@ -16,7 +16,7 @@ from torch import Tensor
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.adapters.norms import NormedLayer
-from swarm_plugins.blocks.kv import BlockKV, in_pages
+from swarm_plugins.blocks.layout import BlockKV, in_pages
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.table import service_handlers
@@ -52,7 +52,9 @@ class FakeCache:
     def num_bytes(self) -> int:
         return self.batch_size * self.capacity * TOKEN_BYTES
 
-    def growth_bytes(self, rows: int, tokens: int) -> int:
+    copy_bytes = num_bytes
+
+    def growth_bytes(self, rows: int, tokens: int, new_tokens: int) -> int:
         held, needed = self.batch_size * self.capacity, rows * in_pages(tokens)
         # While it grows, one block of four has its old memory beside the new.
         return (needed - held) * TOKEN_BYTES + min(held, needed) * TOKEN_BYTES // 4 if needed > held else 0

@@ -15,7 +15,7 @@ from fake_server import TOKEN_BYTES, FakeRunner, transport_to, until
 from session_kit import OPEN, ask, playing, step_of
 
 from swarm_plugins.block_io import SpanOutputs
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service

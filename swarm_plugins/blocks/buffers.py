@@ -1,0 +1,91 @@
+"""Memory for the keys and values of one block, as wide as blocks compute, or as codes of 8 bits.
+
+A code is an integer from -127 to 127; each token of each head has a scale, the largest of its values over 127. So what
+a token is kept as depends on nothing that comes with it: a prompt gives the same codes whole or in parts.
+
+Letters in shapes: ``B`` rows, ``H`` heads, ``C`` allocated tokens, ``S`` some of them, ``W`` head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MOST = 127
+"""The largest code."""
+CODE_BYTES = 1
+SCALE_BYTES = 4
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+
+class Heads(NamedTuple):
+    """What one token has in a buffer."""
+
+    number: int
+    width: int
+    dtype: torch.dtype
+    """Of what is written and read."""
+    is_coded: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one token of one row."""
+        if self.is_coded:
+            return self.number * (self.width * CODE_BYTES + SCALE_BYTES)
+        return self.number * self.width * self.dtype.itemsize
+
+
+class Buffer:
+    """Keys, or values, of some rows, ``[B, H, C, W]``.
+
+    Args:
+        heads: What one token has.
+        num_rows: ``B``.
+        capacity: ``C``.
+        device: Where they are.
+    """
+
+    def __init__(self, heads: Heads, num_rows: int, capacity: int, device: torch.device) -> None:
+        self.heads = heads
+        shape, kind = (num_rows, heads.number, capacity), torch.int8 if heads.is_coded else heads.dtype
+        self.tensors = [torch.empty(*shape, heads.width, dtype=kind, device=device)]
+        """The values; or codes and scales, ``[B, H, C, 1]``."""
+        if heads.is_coded:
+            self.tensors.append(torch.empty(*shape, 1, dtype=torch.float32, device=device))
+
+    def write(self, start: int, new: Tensor, first_head: int = 0) -> None:
+        """Writes ``[B, H, S, W]`` from a token on, of all heads or of some."""
+        whole = encode(new) if self.heads.is_coded else (new,)
+        for tensor, one in zip(self.tensors, whole, strict=True):
+            tensor.narrow(1, first_head, new.shape[1]).narrow(2, start, new.shape[2]).copy_(one)
+
+    def read(self, start: int, length: int, first_head: int, num_heads: int) -> Tensor:
+        """Returns some tokens of some heads, ``[B, H, S, W]``: a view, or decoded."""
+        found = [tensor.narrow(1, first_head, num_heads).narrow(2, start, length) for tensor in self.tensors]
+        return decode(found[0], found[1], self.heads.dtype) if self.heads.is_coded else found[0]
+
+    def take(self, source: Buffer, start: int, length: int, rows: Sequence[int] | None = None) -> None:
+        """Copies tokens of another buffer, of all rows or of those given, to the beginning of this one."""
+        for new, old in zip(self.tensors, source.tensors, strict=True):
+            kept, taken = new.narrow(2, 0, length), old.narrow(2, start, length)
+            if rows is None:
+                kept.copy_(taken)
+            else:
+                for target, row in enumerate(rows):
+                    kept[target].copy_(taken[row])
+
+
+def encode(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes, int8, and scales, float32, of ``[..., W]``; NaN and infinity make the scale so, too."""
+    wide = values.float()
+    scales = wide.abs().amax(-1, keepdim=True) / _MOST if values.shape[-1] else wide.new_zeros(*values.shape[:-1], 1)
+    codes = (wide / scales.clamp(min=_LEAST_SCALE)).round_().nan_to_num_(0.0).clamp_(-_MOST, _MOST)
+    return codes.to(torch.int8), scales
+
+
+def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values of codes."""
+    return torch.mul(codes, scales).to(dtype)
