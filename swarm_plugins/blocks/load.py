@@ -233,9 +233,7 @@ class _BlockLoader:
     def _take_biases(self, placing: Placing, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Takes out of plain tensors what goes into packed layers, and adds the weights that cannot stay packed."""
         tensors.update({self._spelled(name): wide for name, wide in placing.widened_others(self.dtype).items()})
-        prefix = f"{self.base_class.base_model_prefix}."
-        found = {path: tensors.pop(f"{prefix}{path}.bias", None) for path in placing.linears}
-        return {path: bias for path, bias in found.items() if bias is not None}
+        return placing.take_biases(tensors)
 
     def _names(self, blocks: range) -> list[str]:
         names = block_tensors(self.checkpoint, self.path, blocks)

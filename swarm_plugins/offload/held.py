@@ -25,6 +25,7 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.quantized_store import open_quantized
 from swarm_plugins.weights.names import HOSTED_WIDTHS
+from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.widths import Width
 
 HOLDER_BITS: dict[str, Width | None] = {"none": None, **HOSTED_WIDTHS}
@@ -195,7 +196,9 @@ def load_expert(
     Raises:
         SwarmError: As for `load_held_experts`; ``UnsupportedError`` if the quantization is unknown.
     """
-    if quantization not in HOLDER_BITS:
+    published = Published.of(checkpoint)
+    bits = HOLDER_BITS if published is None else {published.name: None}
+    if quantization not in bits:
         raise UnsupportedError(f"experts quantized as {quantization!r} cannot be computed here")
     return load_held_experts(
         checkpoint,
@@ -204,7 +207,7 @@ def load_expert(
         part=part,
         dtype=dtype,
         device=torch.device("cpu"),
-        bits=HOLDER_BITS[quantization],
+        bits=bits[quantization],
     )
 
 
@@ -221,7 +224,7 @@ def _sliced(moe: MoeCheckpoint, layer: int, form: ExpertFormat, part: tuple[int,
     if not isinstance(form, PlainFormat):
         raise ConfigError(
             f"slice {part[0]}/{part[1]} of experts in few bits: slices are kept as wide as the model has them; leave "
-            "out --slice, or the width (bits= in --offload, or a store of few bits)"
+            "out --slice, or what makes them narrow (bits= in --offload, a store or a checkpoint of few bits)"
         )
     module = moe.outline.get_submodule(moe.paths[layer])
     return SlicedFormat(
@@ -250,6 +253,7 @@ def _read_all(
                 pieces[info.file].append(Piece(start, stored[offset : offset + num_bytes].numpy().data))
             for file, some in pieces.items():
                 checkpoint.read_pieces(file, sorted(some, key=lambda piece: piece.start))
+            form.check(stored, key)
             computed = stored
             if form.computed is not form.stored:
                 computed = torch.empty(form.computed.num_bytes, dtype=torch.uint8)

@@ -132,6 +132,13 @@ class ExpertFormat(Protocol):
     def computed(self) -> BufferLayout:
         """The layout in fast memory; the same object as `stored` if nothing is converted."""
 
+    def check(self, stored: Tensor, key: ExpertKey) -> None:
+        """Checks an expert that has been read for the first time; called on reader threads.
+
+        Raises:
+            CheckpointError: If a number makes it nonsense; names the tensor.
+        """
+
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         """Fills a buffer to compute with from a stored one (both uint8); called on reader threads."""
 

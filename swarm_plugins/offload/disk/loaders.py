@@ -12,7 +12,6 @@ from swarm_plugins.offload.disk.buffers import fitted, host_buffer
 from swarm_plugins.offload.disk.cuda_copies import CudaCopy
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
-from swarm_plugins.offload.formats.experts import check_scales
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
 
@@ -23,6 +22,7 @@ class Loader(ABC):
         self._store = store
         self._formats = formats
         self._reader = RangeReader(queue)
+        self._checked: set[ExpertKey] = set()
 
     @abstractmethod
     def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
@@ -55,7 +55,10 @@ class Loader(ABC):
     def _read(self, key: ExpertKey, into: Tensor, job: Job) -> int:
         """Reads an expert and returns the bytes taken from disk; raises what `load` does."""
         num_bytes = self._reader.read(self._store.ranges(key), into.numpy(), job)
-        check_scales(self._formats[key.layer].stored, into, key)
+        # Once: a file that changes afterwards is not read.
+        if key not in self._checked:
+            self._formats[key.layer].check(into, key)
+            self._checked.add(key)
         return num_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey
 from swarm_plugins.weights.choice import format_of, half_type, kernel_for, width_on
 from swarm_plugins.weights.kernel import Kernel, multiply
-from swarm_plugins.weights.stored import Part, QuantizingFormat
+from swarm_plugins.weights.stored import Part, QuantizingFormat, StoredFormat
 from swarm_plugins.weights.widths import Width
 
 # Without its sign, a number from here on is infinite or NaN.
@@ -42,6 +42,9 @@ class PlainFormat:
             self.computed = BufferLayout.of([(spec.name, dtype, spec.shape) for spec in stored.tensors])
         self._is_transposed = is_transposed
 
+    def check(self, stored: Tensor, key: ExpertKey) -> None:
+        """Does nothing: a weight may be any number."""
+
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         """Casts the tensors of one buffer into another."""
         target = self.computed.views(computed)
@@ -56,35 +59,19 @@ class PlainFormat:
         return functional.linear(rows.to(weight.dtype), weight).to(rows.dtype)
 
 
-class QuantizedFormat:
-    """Experts that the store holds quantized, from plain weights ``[out, in]``; tensors of one dimension stay as is."""
+class PackedFormat:
+    """Experts with weights in stored formats, by name; their other tensors, such as biases, stay as is."""
 
-    def __init__(self, plain: BufferLayout, bits: Width, device: torch.device) -> None:
-        self._formats: dict[str, QuantizingFormat] = {
-            spec.name: format_of((spec.shape[0], spec.shape[1]), bits) for spec in plain.tensors if len(spec.shape) == 2
-        }
-        self._kernels: dict[str, Kernel] = {name: kernel_for(one, device) for name, one in self._formats.items()}
-        others = [Part(spec.name, spec.dtype, spec.shape) for spec in plain.tensors if len(spec.shape) != 2]
+    def __init__(self, formats: Mapping[str, StoredFormat], others: Sequence[Part], device: torch.device) -> None:
+        self._kernels: dict[str, Kernel] = {name: kernel_for(one, device) for name, one in formats.items()}
         self._others = tuple(part.name for part in others)
-        self.stored = BufferLayout.of(
-            [part for name, one in self._formats.items() for part in _named(name, one.parts)] + others
-        )
+        self.stored = BufferLayout.of([*(part for name, one in formats.items() for part in _named(name, one)), *others])
         self.computed = self.stored
         if any(one.is_converted for one in self._kernels.values()):
             self.computed = BufferLayout.of(
-                [part for name, one in self._kernels.items() for part in _named(name, one.computed)] + others
+                [*(part for name, one in self._kernels.items() for part in _named(name, one)), *others]
             )
-        self._keys = {
-            name: {part.name: f"{name}.{part.name}" for part in one.parts} for name, one in self._formats.items()
-        }
-
-    def quantize(self, tensors: Mapping[str, Tensor], *, is_fitted: bool) -> dict[str, Tensor]:
-        """Returns the tensors of an expert's stored buffer from its own, weights as ``[out, in]``."""
-        found = {name: tensors[name] for name in self._others}
-        for name, stored in self._formats.items():
-            parts = stored.quantize(tensors[name], is_fitted=is_fitted)
-            found.update({self._keys[name][part]: tensor for part, tensor in parts.items()})
-        return found
+        self._keys = {name: {part.name: f"{name}.{part.name}" for part in one.parts} for name, one in formats.items()}
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         self.convert_tensors(self.stored.views(stored), computed)
@@ -104,6 +91,40 @@ class QuantizedFormat:
         return {part: tensors[key] for part, key in self._keys[name].items()}
 
 
+class QuantizedFormat(PackedFormat):
+    """Experts that the store holds quantized, from plain weights ``[out, in]``; tensors of one dimension stay as is."""
+
+    def __init__(self, plain: BufferLayout, bits: Width, device: torch.device) -> None:
+        self._quantizing: dict[str, QuantizingFormat] = {
+            spec.name: format_of((spec.shape[0], spec.shape[1]), bits) for spec in plain.tensors if len(spec.shape) == 2
+        }
+        others = [Part(spec.name, spec.dtype, spec.shape) for spec in plain.tensors if len(spec.shape) != 2]
+        super().__init__(self._quantizing, others, device)
+
+    def quantize(self, tensors: Mapping[str, Tensor], *, is_fitted: bool) -> dict[str, Tensor]:
+        """Returns the tensors of an expert's stored buffer from its own, weights as ``[out, in]``."""
+        found = {name: tensors[name] for name in self._others}
+        for name, stored in self._quantizing.items():
+            parts = stored.quantize(tensors[name], is_fitted=is_fitted)
+            found.update({self._keys[name][part]: tensor for part, tensor in parts.items()})
+        return found
+
+    def check(self, stored: Tensor, key: ExpertKey) -> None:
+        """Checks the scales of an expert: a single bad one makes every answer worthless.
+
+        Raises:
+            CheckpointError: If one is not finite.
+        """
+        for spec in self.stored.tensors:
+            if spec.name.endswith(".scales"):
+                scales = stored[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype)
+                if not are_finite(scales):
+                    raise CheckpointError(
+                        f"{spec.name} of expert {key.expert} in layer {key.layer} holds numbers that are not finite: "
+                        "the store is damaged, fetch it again or run swarm quantize again"
+                    )
+
+
 class QuantizedOnReading:
     """Experts that are quantized as they are read, by rounding to the nearest."""
 
@@ -113,6 +134,9 @@ class QuantizedOnReading:
         self._format = QuantizedFormat(turned(plain) if is_transposed else plain, bits, device)
         self.computed = self._format.computed
         self.linear = self._format.linear
+
+    def check(self, stored: Tensor, key: ExpertKey) -> None:
+        """Does nothing: a weight may be any number."""
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         tensors = self.stored.views(stored)
@@ -131,7 +155,8 @@ def turn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: one.T if one.dim() == 2 else one for name, one in tensors.items()}
 
 
-def _named(name: str, parts: tuple[Part, ...]) -> list[Part]:
+def _named(name: str, one: StoredFormat | Kernel) -> list[Part]:
+    parts = one.computed if isinstance(one, Kernel) else one.parts
     return [part._replace(name=f"{name}.{part.name}") for part in parts]
 
 
@@ -141,19 +166,3 @@ def are_finite(scales: Tensor) -> bool:
     # numpy, as torch would start threads of its own on every reader thread.
     bits = scales.view(integers).numpy().view(unsigned)
     return bits.size == 0 or int((bits << 1).max()) < limit
-
-
-def check_scales(layout: BufferLayout, stored: Tensor, key: ExpertKey) -> None:
-    """Checks the scales of an expert that has just been read: a single bad one makes every answer worthless.
-
-    Raises:
-        CheckpointError: If one is not finite.
-    """
-    for spec in layout.tensors:
-        if spec.name.endswith(".scales"):
-            scales = stored[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype)
-            if not are_finite(scales):
-                raise CheckpointError(
-                    f"{spec.name} of expert {key.expert} in layer {key.layer} holds numbers that are not finite: the "
-                    "store is damaged, fetch it again or run swarm quantize again"
-                )

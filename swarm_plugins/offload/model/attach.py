@@ -15,6 +15,7 @@ from swarm_plugins.offload.cache.budget import choose_fast_bytes
 from swarm_plugins.offload.cache.cache import BoundedCache, make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.formats.experts import expert_format
+from swarm_plugins.offload.formats.published import PublishedExperts
 from swarm_plugins.offload.interfaces import ExpertFormat
 from swarm_plugins.offload.model.experts import IMPLEMENTATION, turn_into_offloaded
 from swarm_plugins.offload.model.loans import ExpertLoans
@@ -31,16 +32,8 @@ def formats_of(moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device
     """
     store = moe.quantized
     if store is None:
-        return {
-            layer: expert_format(
-                moe.store.stored_layout(layer),
-                settings.expert_bits,
-                moe.dtype,
-                device,
-                is_transposed=moe.is_transposed[layer],
-            )
-            for layer in moe.paths
-        }
+        _check_published(moe, settings)
+        return {layer: _format_of(moe, layer, settings, device) for layer in moe.paths}
     for what, asked, stored in (
         ("expert_bits", settings.expert_bits, store.manifest.expert_bits),
         ("other_bits", settings.other_bits, moe.other_bits),
@@ -51,6 +44,25 @@ def formats_of(moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device
                 f"the model that it was made from, {store.manifest.base}"
             )
     return {layer: store.format(layer, moe.dtype, device) for layer in moe.paths}
+
+
+def _format_of(moe: MoeCheckpoint, layer: int, settings: OffloadConfig, device: torch.device) -> ExpertFormat:
+    stored = moe.store.stored_layout(layer)
+    if layer in moe.packed:
+        return PublishedExperts(stored, moe.packed[layer], device)
+    is_transposed = moe.is_transposed[layer]
+    return expert_format(stored, settings.expert_bits, moe.dtype, device, is_transposed=is_transposed)
+
+
+def _check_published(moe: MoeCheckpoint, settings: OffloadConfig) -> None:
+    if moe.published is None:
+        return
+    for what, asked in (("expert_bits", settings.expert_bits), ("other_bits", settings.other_bits)):
+        if asked is not None:
+            raise ConfigError(
+                f"{what} is {asked}, but {moe.checkpoint.name} is published as {moe.published.name}: leave {what} out, "
+                "its weights stay as they are"
+            )
 
 
 def check_budget(

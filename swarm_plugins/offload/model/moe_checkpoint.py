@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -30,13 +30,17 @@ from swarm_plugins.offload.interfaces import FLOATS
 from swarm_plugins.offload.model.outline import (
     check_picks,
     experts_modules,
-    refuse_quantized,
     stored_dtype,
+    without_quantization,
 )
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.locate import locate_experts
+from swarm_plugins.offload.store.published import locate_published
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.versions import ModelVersion
+from swarm_plugins.weights.published.placing import Placing, place, plain_names
+from swarm_plugins.weights.published.weights import Published
+from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
 
@@ -61,7 +65,11 @@ class MoeCheckpoint:
     is_transposed: Mapping[int, bool]
     """Whether weights of experts lie as ``[in, out]``, by index of the layer."""
     others: list[str]
-    """Names, in the checkpoint, of all other tensors but quantized linear layers."""
+    """Names, in the checkpoint, of all other tensors but linear layers of a quantized store."""
+    published: Published | None
+    """Finds weights that were published in few bits. None: there are none."""
+    packed: Mapping[int, Mapping[str, StoredFormat]]
+    """Formats of experts that were published in few bits, by index of the layer and name of the parameter."""
 
     @classmethod
     def open(
@@ -116,11 +124,10 @@ class MoeCheckpoint:
             UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
         """
         name, config = checkpoint.name, checkpoint.config
-        if quantized is not None:
-            config = copy.deepcopy(config)
-            del config.quantization_config
+        published = Published.of(checkpoint) if quantized is None else None
+        if quantized is not None or published is not None:
+            config = without_quantization(config)
         compute_dtype = _compute_dtype(checkpoint, dtype)
-        refuse_quantized(config, name)
         tasks = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         model_class = class_for_task(config, "language model", *tasks)
         config = config_for(model_class, config)
@@ -132,16 +139,19 @@ class MoeCheckpoint:
         if layers is not None:
             paths = {layer: path for layer, path in paths.items() if layer in layers}
         store: CheckpointStore | QuantizedStore
+        packed: Mapping[int, Mapping[str, StoredFormat]] = {}
         if quantized is not None:
             store, others = quantized.of_layers(paths), quantized.other_tensors()
             is_transposed = dict.fromkeys(paths, False)
+        elif published is not None:
+            placing = place(published, outline, {name: name for name in checkpoint.tensors})
+            found = locate_published(outline, paths, placing)
+            store, others, packed = CheckpointStore(found.experts, checkpoint.file_path), found.others, found.formats
+            is_transposed = _lie_transposed(store, outline, paths, packed)
         else:
             located = locate_experts(outline, paths, checkpoint.tensors)
             store, others = CheckpointStore(located.experts, checkpoint.file_path), located.others
-            is_transposed = {
-                layer: store.is_transposed(layer) != bool(outline.get_submodule(path).is_transposed)
-                for layer, path in paths.items()
-            }
+            is_transposed = _lie_transposed(store, outline, paths, packed)
         return cls(
             checkpoint=checkpoint,
             config=config,
@@ -152,6 +162,8 @@ class MoeCheckpoint:
             store=store,
             is_transposed=is_transposed,
             others=others,
+            published=published,
+            packed=packed,
         )
 
     @property
@@ -192,14 +204,29 @@ class MoeCheckpoint:
         def trim(model: PreTrainedModel) -> None:
             empty_modules(map(model.get_submodule, self.paths.values()))
             leave_out(model, () if self.quantized is None else self.quantized.manifest.linears)
+            if placing is not None:
+                placing.leave_out(model)
 
-        tensors = self.checkpoint.read(self.others, what="all but the experts")
+        placing = self._placing()
+        tensors = self.checkpoint.read(plain_names(placing, self.others), what="all but the experts")
+        biases: dict[str, Tensor] = {}
+        if placing is not None:
+            biases = placing.take_biases(tensors)
+            tensors.update(placing.widened_others(self.dtype))
         model = model_from_tensors(self.model_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)
         take_generation_config(model, self.checkpoint)
         model.to(device)  # type: ignore[arg-type]  # the wrapper around it has lost its signature
         if self.quantized is not None:
             self.quantized.install_linears(model, device)
+        if placing is not None:
+            placing.install(model, biases, self.dtype, device)
         return model
+
+    def _placing(self) -> Placing | None:
+        """Returns where packed weights outside of experts belong."""
+        if self.published is None:
+            return None
+        return place(self.published, self.outline, {name: name for name in self.others})
 
 
 def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | str | None) -> torch.dtype:
@@ -214,6 +241,16 @@ def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | str | None) -> 
             f"the config of {checkpoint.name} says dtype {found!r}; give the one to compute in, one of {known}"
         )
     return found
+
+
+def _lie_transposed(
+    store: CheckpointStore, outline: PreTrainedModel, paths: Mapping[int, str], packed: Collection[int]
+) -> dict[int, bool]:
+    """Returns whether weights of experts lie as ``[in, out]``; formats of packed ones say so themselves."""
+    return {
+        layer: layer not in packed and store.is_transposed(layer) != bool(outline.get_submodule(path).is_transposed)
+        for layer, path in paths.items()
+    }
 
 
 def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:

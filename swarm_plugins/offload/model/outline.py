@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 
@@ -25,7 +26,7 @@ def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the type of most bytes of a checkpoint.
+    """Returns the type of most bytes of a checkpoint; of one in few bits, what its config says.
 
     Raises:
         UnsupportedError: If it cannot be computed with: the checkpoint is packed in a format of its own.
@@ -42,18 +43,13 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return dtype
 
 
-def refuse_quantized(config: PreTrainedConfig, name: str) -> None:
-    """Refuses a config that declares its weights to be quantized.
-
-    Raises:
-        UnsupportedError: If it does.
-    """
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"{name} is stored quantized ({config.quantization_config}): give the unquantized checkpoint, "
-            "whose experts can be quantized with OffloadConfig(expert_bits=...), "
-            "or serve this one with all experts loaded"
-        )
+def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a copy of a config of which transformers makes plain layers."""
+    config = copy.deepcopy(config)
+    for one in (config, config.get_text_config(decoder=True)):
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
+    return config
 
 
 def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
-from swarm_plugins.offload.model.outline import refuse_quantized, stored_dtype
+from swarm_plugins.offload.model.outline import stored_dtype
 from swarm_plugins.offload.plan.sessions import SessionSizes, cache_bytes, session_sizes
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.weights.widths import Width
@@ -89,8 +89,6 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
         UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
     """
     store = open_quantized(checkpoint)
-    if store is None:
-        refuse_quantized(checkpoint.config, checkpoint.name)
     moe = MoeCheckpoint.inspect(checkpoint, store, dtype=stored_dtype(checkpoint) if store is None else None)
     _check_shapes(moe)
     model, dtype = moe.outline, moe.dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,8 +64,15 @@ class Located(NamedTuple):
     """Names in the checkpoint of the tensors of all other modules."""
 
 
-def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: Mapping[str, TensorInfo]) -> Located:
+def locate_experts(
+    model: PreTrainedModel,
+    experts: Mapping[int, str],
+    tensors: Mapping[str, TensorInfo],
+    elsewhere: Collection[str] = (),
+) -> Located:
     """Finds the experts of a model, given by the path of each layer's, among all tensors of a checkpoint.
+
+    ``elsewhere`` are paths of parameters that other tensors make.
 
     Raises:
         CheckpointError: If a tensor of an expert is missing or has a wrong shape, or belongs to a layer beyond the
@@ -77,6 +84,7 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
         f"{path}.{name}": layer
         for layer, path in experts.items()
         for name, _ in model.get_submodule(path).named_parameters(recurse=False)
+        if f"{path}.{name}" not in elsewhere
     }
     parts: dict[str, defaultdict[str, list[TensorInfo]]] = {target: defaultdict(list) for target in layers}
     others, unused = [], []

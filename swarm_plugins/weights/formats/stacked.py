@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarm_plugins.weights.stored import Part, StoredFormat
+from swarm_plugins.weights.stored import Part, PublishedFormat
 
 
 @dataclass(frozen=True)
-class StackedFormat(StoredFormat):
+class StackedFormat(PublishedFormat):
     """Weights with as many columns each, every one in a format of its own; their parts stay apart."""
 
-    pieces: tuple[StoredFormat, ...]
+    pieces: tuple[PublishedFormat, ...]
     """From top to bottom."""
 
     @property
@@ -30,6 +30,11 @@ class StackedFormat(StoredFormat):
             for part in piece.parts
         )
 
+    def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        ends = [f"_{index}" for index in range(len(self.pieces))]
+        apart = [{name.removesuffix(end): one for name, one in tensors.items() if name.endswith(end)} for end in ends]
+        return self.join([piece.checked(own) for piece, own in zip(self.pieces, apart, strict=True)])
+
     def join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the parts of the whole, given those of each piece."""
         return {f"{name}_{index}": one for index, piece in enumerate(parts) for name, one in piece.items()}
@@ -37,6 +42,6 @@ class StackedFormat(StoredFormat):
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return torch.cat([piece.widen(own, dtype) for piece, own in self._apart(parts)])
 
-    def _apart(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[StoredFormat, dict[str, Tensor]]]:
+    def _apart(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[PublishedFormat, dict[str, Tensor]]]:
         for index, piece in enumerate(self.pieces):
             yield piece, {part.name: parts[f"{part.name}_{index}"] for part in piece.parts}

@@ -19,6 +19,7 @@ from swarm_plugins.weights.experts import PackedExperts, run_packed
 from swarm_plugins.weights.formats.stacked import StackedFormat
 from swarm_plugins.weights.linears import PackedLinear
 from swarm_plugins.weights.published.weights import PackedWeight, Published
+from swarm_plugins.weights.stored import PublishedFormat
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -31,6 +32,7 @@ class Placing:
     """What a model gets from packed weights."""
 
     published: Published
+    rules: Conversions
     taken: set[str] = field(default_factory=set)
     """Names of all their tensors."""
     linears: dict[str, PackedWeight] = field(default_factory=dict)
@@ -74,6 +76,11 @@ class Placing:
             setattr(module, name, packed.to(device))
             run_packed(module)
 
+    def take_biases(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes the biases of packed linear layers out of plain tensors; returns them by path of the layer."""
+        owners = {name: self.rules.target(name)[0].removesuffix(".bias") for name in tensors if name.endswith(".bias")}
+        return {path: tensors.pop(name) for name, path in owners.items() if path in self.linears}
+
     def weights(self) -> list[PackedWeight]:
         """Returns all packed weights."""
         stacks = [weight for stack in self.experts.values() for group in stack for weight in group]
@@ -94,13 +101,17 @@ class Placing:
     def _widened(self, weights: Iterable[PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
         return {weight.name: self.published.widened(weight, dtype) for weight in weights}
 
+    def format(self, stack: Stack) -> PublishedFormat:
+        """Returns the format of each expert of a fused parameter."""
+        formats = tuple(group[0].format for group in stack)
+        return formats[0] if len(formats) == 1 else StackedFormat(formats)
+
     def _packed_experts(self, stack: Stack, *, is_transposed: bool) -> PackedExperts:
-        columns = [self.published.read(group) for group in stack]
-        if len(columns) == 1:
-            return PackedExperts(stack[0][0].format, columns[0], is_transposed=is_transposed)
-        format = StackedFormat(tuple(group[0].format for group in stack))
-        experts = [format.join(list(pieces)) for pieces in zip(*columns, strict=True)]
-        return PackedExperts(format, experts, is_transposed=is_transposed)
+        columns, form = [self.published.read(group) for group in stack], self.format(stack)
+        experts = columns[0]
+        if isinstance(form, StackedFormat):
+            experts = [form.join(list(pieces)) for pieces in zip(*columns, strict=True)]
+        return PackedExperts(form, experts, is_transposed=is_transposed)
 
 
 def place(published: Published, outline: PreTrainedModel, spelled: Mapping[str, str]) -> Placing:
@@ -115,7 +126,8 @@ def place(published: Published, outline: PreTrainedModel, spelled: Mapping[str, 
         CheckpointError: If a tensor is missing, or of another type or shape than the config says.
         UnsupportedError: If a weight has to be rearranged in a way that packed ones cannot be.
     """
-    rules, placing = Conversions(outline), Placing(published)
+    rules = Conversions(outline)
+    placing = Placing(published, rules)
     groups = published.groups(spelled)
     parts: dict[str, defaultdict[str | None, list[str]]] = {}
     for plain in sorted(groups, key=dot_natural_key):
@@ -214,7 +226,15 @@ def _stack(
                 f"{target}: fetch it again"
             )
     shape = (rows // len(wanted), columns)
-    return tuple(tuple(published.weight(plain, groups[plain], shape) for plain in by_pattern[one]) for one in wanted)
+    stack = tuple(tuple(published.weight(plain, groups[plain], shape) for plain in by_pattern[one]) for one in wanted)
+    for group in stack:
+        other = next((one for one in group if one.format != group[0].format), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"{other.name} and {group[0].name} in {published.checkpoint.name} are packed in different ways, the "
+                "experts of a layer have to be packed alike: give the unquantized checkpoint"
+            )
+    return stack
 
 
 def _keeps_rows(operation: object) -> bool:

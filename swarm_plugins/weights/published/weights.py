@@ -43,6 +43,12 @@ class PackedWeight:
         one = self.format.shape[::-1] if self.is_transposed else self.format.shape
         return one if self.num_experts is None else (self.num_experts, *one)
 
+    @property
+    def needed(self) -> dict[str, str]:
+        """The tensors that have to be read, by part: not those that only other packages need."""
+        kept = {part.name for part in self.format.file_parts} | set(_TOLD)
+        return {part: name for part, name in self.tensors.items() if part in kept}
+
 
 class Published:
     """Finds packed weights among the tensors of a checkpoint.
@@ -160,7 +166,7 @@ class Published:
         Raises:
             CheckpointError: If scales are zero, NaN or infinite, or indices out of range.
         """
-        wanted = [name for weight in weights for name in self._needed(weight)]
+        wanted = [name for weight in weights for name in weight.needed.values()]
         tensors = self.checkpoint.read(wanted, progress=progress)
         found = []
         for weight in weights:
@@ -180,10 +186,6 @@ class Published:
         if weight.is_transposed:
             wide = [one.T for one in wide]
         return wide[0] if weight.num_experts is None else torch.stack(wide)
-
-    def _needed(self, weight: PackedWeight) -> list[str]:
-        kept = {part.name for part in weight.format.file_parts} | set(_TOLD)
-        return [name for part, name in weight.tensors.items() if part in kept]
 
     def _wrong(self, plain: str, why: Exception) -> CheckpointError:
         return CheckpointError(

@@ -85,6 +85,9 @@ class PlainFormat:
     def computed(self) -> BufferLayout:
         return self.stored
 
+    def check(self, stored: Tensor, key: ExpertKey) -> None:
+        pass
+
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         raise AssertionError("nothing is to be converted")
 

@@ -235,12 +235,12 @@ def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
         load_offloaded(tmp_path, FEW)
 
 
-def test_a_checkpoint_in_a_quantized_format_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_in_an_unknown_format_is_refused(directory: Path, tmp_path: Path) -> None:
     path = shutil.copytree(directory, tmp_path / "model")
     settings = json.loads((path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "mxfp4"}
+    settings["quantization_config"] = {"quant_method": "aqlm"}
     (path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UnsupportedError, match=r"is stored quantized.*give the unquantized checkpoint"):
+    with pytest.raises(UnsupportedError, match=r"'aqlm' is not known.*give the unquantized checkpoint"):
         load_offloaded(path, FEW)
 
 

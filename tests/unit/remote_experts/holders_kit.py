@@ -25,6 +25,7 @@ from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import ExpertsRequest, Message
 from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.widths import Width
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
@@ -101,9 +102,7 @@ def serving(
             start=blocks.start,
             end=blocks.stop,
             dtype="float32",
-            quantization=next(
-                (name for name, bits in HOLDER_BITS.items() if bits == what.bits), f"experts-int{what.bits}"
-            ),
+            quantization=_announced(checkpoint, what.bits),
             throughput=1e6,
             max_batch_tokens=max_batch_tokens,
             experts=(what.experts.start, what.experts.stop),
@@ -134,6 +133,13 @@ def serving(
         for service in services.values():
             service.scheduler.close()
             service.held.close()  # type: ignore[attr-defined]
+
+
+def _announced(checkpoint: Checkpoint, bits: Width | None) -> str:
+    published = Published.of(checkpoint)
+    if published is not None:
+        return published.name
+    return next((name for name, known in HOLDER_BITS.items() if known == bits), f"experts-int{bits}")
 
 
 def _noting(holders: Holders, peer: str, handler: Handler) -> Handler:
