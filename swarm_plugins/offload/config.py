@@ -10,6 +10,7 @@ from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width, check_w
 # No machine has as much: a larger number is a mistaken unit, or an attack.
 _MAX_BYTES = 1 << 50
 _MAX_READERS = 16
+POLICIES = ("counting", "lru")
 # The longest wait that threads take on any system.
 _MAX_TIMEOUT_S = 86_400.0
 
@@ -29,6 +30,9 @@ class OffloadConfig:
         expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them.
             Quantizing on the way to a CUDA device gives nf4 for 4.
         other_bits: Width of all other weights: 16, 8, 4 or ``nf4``; None: as the checkpoint has them.
+        policy: Which experts stay in fast memory: ``counting``, those used most often lately, of all layers together;
+            or ``lru``, the paper's: as many of each layer as the budget has room for besides four that are read ahead,
+            and the least recently used one goes (Eliseev and Mazur 2023, section 3.1).
         num_readers: Threads that read from disk.
         read_timeout_s: Seconds until an unfinished read is an error.
 
@@ -41,6 +45,7 @@ class OffloadConfig:
     prefetch: bool | None = None
     expert_bits: Width | None = None
     other_bits: Width | None = None
+    policy: str = "counting"
     num_readers: int = 2
     read_timeout_s: float = 60.0
 
@@ -57,6 +62,8 @@ class OffloadConfig:
         for name, allowed in (("expert_bits", EXPERT_BITS), ("other_bits", OTHER_BITS)):
             if getattr(self, name) is not None:
                 check_width(name, getattr(self, name), allowed, ", or None for the checkpoint's own")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy is {self.policy!r}; expected {' or '.join(POLICIES)}")
         if not (_is_whole(self.num_readers) and 1 <= self.num_readers <= _MAX_READERS):
             raise ConfigError(f"num_readers is {self.num_readers!r}; expected 1 to {_MAX_READERS} (2 saturate an SSD)")
         if not (_is_number(self.read_timeout_s) and 0 < self.read_timeout_s <= _MAX_TIMEOUT_S):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.config import POLICIES, OffloadConfig
 from swarm_plugins.sizes import parse_bytes
 from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width
 
@@ -21,6 +21,7 @@ _FIELDS = {
     "bits": "expert_bits",
     "other-bits": "other_bits",
     "prefetch": "prefetch",
+    "policy": "policy",
     "readers": "num_readers",
 }
 """Fields of `OffloadConfig` by their names in ``--offload``."""
@@ -28,6 +29,7 @@ _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "bits": _by_name(EXPERT_BITS),
     "other-bits": _by_name(OTHER_BITS),
     "prefetch": {"on": True, "off": False},
+    "policy": {policy: policy for policy in POLICIES},
 }
 OFFLOAD_WORDS = {field: f"--offload {name}" for name, field in _FIELDS.items() if name != field}
 """Options by the config fields that the library's messages name; users have typed options."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 from swarm_plugins import OffloadConfig, load_offloaded
+from swarm_plugins.errors import CapacityError
 
 # Room for three or four of a toy's experts, of 9,600 to 18,688 bytes, in all layers together.
 FEW_BYTES = 60_000
@@ -44,6 +45,24 @@ def test_few_experts_in_memory_give_the_bits_of_all_and_the_numbers_of_eager(
         assert torch.equal(logits(few, ids), expected), "a second pass finds other experts in memory"
         assert (expected - logits(eager, ids)).abs().max() < ROUNDING
     assert few.offload_stats().bytes_read > whole.offload_stats().bytes_read
+
+
+def test_the_papers_policy_gives_the_same_bits_and_refuses_fewer_experts_than_a_token_takes(toys: Toys) -> None:
+    path = toys("mixtral")
+    counting = load_offloaded(path, OffloadConfig(fast_bytes=1 << 30), device="cpu")
+    sizes = {num: num * FEW_BYTES for num in (5, 8)}
+    settings = [
+        OffloadConfig(fast_bytes=size, policy="lru", prefetch=ahead)
+        for size in sizes.values()
+        for ahead in (True, False)
+    ]
+    ids = tokens(1, 9)
+    for config in settings:
+        found = load_offloaded(path, config, device="cpu")
+        assert torch.equal(logits(found, ids), logits(counting, ids))
+        assert found.generate(ids, max_new_tokens=8).equal(counting.generate(ids, max_new_tokens=8))
+    with pytest.raises(CapacityError, match='policy="lru" with'):
+        load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES, policy="lru"), device="cpu")
 
 
 def test_experts_that_are_read_in_place_give_the_bits_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
 from swarm_plugins.offload.cache.budget import choose_fast_bytes, choose_ram_bytes, holds_all
 from swarm_plugins.offload.cache.guesses import Guesses
+from swarm_plugins.offload.cache.layer_lru import LayerLru
 from swarm_plugins.offload.cache.pinned import PinnedLoader
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.cache.slots import Slot, Slots
@@ -27,6 +28,7 @@ from swarm_plugins.offload.disk.read_queue import ReadQueue
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 from swarm_plugins.offload.stats import OffloadStats
 
+_POLICIES: Mapping[str, type[Residency]] = {"counting": Residency, "lru": LayerLru}
 _alive: weakref.WeakSet[BoundedCache] = weakref.WeakSet()
 
 
@@ -80,7 +82,7 @@ class BoundedCache:
         # Re-entrant: a collected generator gives back what it holds in whichever thread the collector runs.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._policy = Residency(self.num_experts, sizes, pool.limit_bytes)
+        self._policy = _POLICIES[config.policy](self.num_experts, sizes, pool.limit_bytes)
         self._queue = queue
         self._stats = OffloadStats()
         self._uses = {layer: [0] * count for layer, count in self.num_experts.items()}
@@ -127,6 +129,15 @@ class BoundedCache:
         finally:
             loan.is_over = True
             self._end(loan, ended_well=ended_well)
+
+    def check_picks(self, picks: int) -> None:
+        """Raises CapacityError if the paper's policy keeps fewer experts of a layer than a token takes."""
+        policy = self._policy
+        if isinstance(policy, LayerLru) and policy.num_per_layer < picks:
+            raise CapacityError(
+                f'policy="lru" with {policy.budget_bytes} bytes keeps {policy.num_per_layer} experts of each layer, '
+                f'but a token takes {picks}; raise fast_bytes, take a lower expert_bits, or policy="counting"'
+            )
 
     def guess(self, layer: int, experts: Sequence[int]) -> None:
         """Announces which experts a later layer will probably need, best guess first; returns at once.

@@ -48,8 +48,11 @@ class Residency:
     def is_held(self, key: ExpertKey) -> bool:
         return self._holds[key.layer][key.expert] > 0
 
-    def admit(self, key: ExpertKey) -> list[ExpertKey] | None:
-        """Makes an expert resident; returns those evicted to make room, or None if everything is held."""
+    def admit(self, key: ExpertKey, *, is_guess: bool = False) -> list[ExpertKey] | None:
+        """Makes an expert resident; returns those evicted to make room, or None if everything is held.
+
+        ``is_guess`` tells whether it is read ahead; here that makes no difference.
+        """
         missing = self.used_bytes + self._bytes[key.layer] - self.budget_bytes
         victims: list[ExpertKey] = []
         while missing > 0:
@@ -60,9 +63,12 @@ class Residency:
             missing -= self._bytes[victim.layer]
         for victim in victims:
             self.drop(victim)
+        self._add(key)
+        return victims
+
+    def _add(self, key: ExpertKey) -> None:
         self.residents[key.layer].add(key.expert)
         self.used_bytes += self._bytes[key.layer]
-        return victims
 
     def drop(self, key: ExpertKey) -> None:
         self.residents[key.layer].remove(key.expert)

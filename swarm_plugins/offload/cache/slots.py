@@ -79,7 +79,7 @@ class Slots:
         """
         slot = self._slots[key.layer].get(key.expert)
         if slot is None:
-            slot = self._admit(key)
+            slot = self._admit(key, is_guess=is_guess)
             if slot is None:
                 return None
             self._start(slot, is_guess=is_guess)
@@ -132,8 +132,8 @@ class Slots:
                 self._forget(slot)
         self._pool.clear()
 
-    def _admit(self, key: ExpertKey) -> Slot | None:
-        victims = self._policy.admit(key)
+    def _admit(self, key: ExpertKey, *, is_guess: bool) -> Slot | None:
+        victims = self._policy.admit(key, is_guess=is_guess)
         if victims is None:
             return None
         for victim in victims:

@@ -20,6 +20,7 @@ from swarm_plugins.offload.interfaces import ExpertFormat
 from swarm_plugins.offload.model.experts import IMPLEMENTATION, turn_into_offloaded
 from swarm_plugins.offload.model.loans import ExpertLoans
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
+from swarm_plugins.offload.model.outline import check_picks
 from swarm_plugins.offload.model.peft_wrappers import AdapterWatch
 from swarm_plugins.weights.widths import width_text
 
@@ -90,6 +91,7 @@ def attach_experts(
     """
     formats = formats_of(moe, settings, device)
     cache = make_cache(moe.store, formats, settings, device)
+    cache.check_picks(check_picks(moe.outline, moe.paths, moe.checkpoint.name))
     # Paths start at the whole model; a base model lies at its prefix there.
     prefix = f"{moe.outline.base_model_prefix}." if model.base_model is model else ""
     ahead = ReadingAhead(cache, cache.num_experts if cache.config.prefetch else {})

@@ -52,12 +52,13 @@ def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -> None:
-    """Checks how many experts the routers pick: all families call it ``top_k``.
+def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -> int:
+    """Returns how many experts the routers pick at most: all families call it ``top_k``. 0: their modules do not say.
 
     Raises:
         CheckpointError: If a router picks none, or more than there are.
     """
+    most = 0
     for layer, path in paths.items():
         num_experts = int(outline.get_submodule(path).num_experts)  # type: ignore[arg-type]
         for module in outline.get_submodule(path.rpartition(".")[0]).modules():
@@ -67,3 +68,5 @@ def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -
                     f"by the config of {name} each token takes {picks!r} experts of layer {layer}, which has "
                     f"{num_experts}: correct config.json, or fetch the checkpoint again"
                 )
+            most = max(most, picks or 0)
+    return most
