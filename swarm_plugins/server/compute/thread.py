@@ -289,7 +289,7 @@ class ComputeThread:
             failure = error
         # Before the result is handed over: then the event loop takes the interpreter.
         seconds = self._worked_s - began
-        self._turns.had(item.peer, seconds)
+        self._turns.had(item.payer, seconds)
         if item.work and failure is None:
             self._turns.ran(item.work, seconds)
         if failure is not None:
