@@ -260,12 +260,12 @@ class SwarmServer:
                 token_bytes=speed.token_bytes,
             ),
             kv_bytes=config.kv_bytes,
-            activations=ActivationStore(config.activation_bytes or 0),
-            adapters=AdapterStore(config.adapter_bytes),
+            activations=ActivationStore(config.activation_bytes or 0, groups=self._points),
+            adapters=AdapterStore(config.adapter_bytes, groups=self._points),
             ledger=self._ledger,
             identity=self._joined().identity,
             pushes=Pushes(self._joined(), self._points),
-            prefixes=PrefixStore(spans.pool, is_shared=config.share_prefixes),
+            prefixes=PrefixStore(spans.pool, self._points, is_shared=config.share_prefixes),
         )
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))

@@ -23,6 +23,8 @@ _OVERRIDES = ("rank_pattern", "alpha_pattern")
 """Settings whose keys are expressions for the end of a name."""
 _MAX_NAMES = 1 << 14
 _MAX_PATTERNS = 1 << 11
+_FEW_PATTERNS = 1 << 7
+"""PEFT tries every key on every module, and compiles it each time if ``re`` does not remember so many."""
 
 
 def replace_expressions(config: Any, label: str, model: nn.Module) -> None:
@@ -51,7 +53,7 @@ def replace_expressions(config: Any, label: str, model: nn.Module) -> None:
     for name, value in vars(config).items():
         if not name.endswith("_pattern") or name in _PARTS or not value:
             continue
-        if name in _OVERRIDES and not all(map(is_plain, value)):
+        if name in _OVERRIDES:
             names = modules + [one for one, _ in model.named_parameters()]
             setattr(config, name, _overridden(value, names, f"{name} of {label}"))
         _check_plain(getattr(config, name), f"{name} of {label}")
@@ -63,11 +65,24 @@ def _matched(pattern: str, names: Sequence[str], what: str) -> set[str]:
 
 
 def _overridden(values: dict[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
-    """Returns the values by names, each with that of the first expression which its end matches."""
+    """Returns the values by names, each with that of the first expression which its end matches; few names stay."""
     _check_count(values, what)
+    if all(map(is_plain, values)):
+        return values if len(values) <= _FEW_PATTERNS else _named(values, names)
     targets = [(_target(rf"(.*\.)?({pattern})$", what), value) for pattern, value in values.items()]
     firsts = ((name, next((value for one, value in targets if one.matches(name)), None)) for name in names)
     return {name: value for name, value in firsts if value is not None}
+
+
+def _named(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    order = {key: number for number, key in enumerate(values)}
+    found: dict[str, Any] = {}
+    for name in names:
+        parts = name.split(".")
+        ends = (".".join(parts[number:]) for number in range(len(parts)))
+        if known := [end for end in ends if end in order]:
+            found[name] = values[min(known, key=order.__getitem__)]
+    return found
 
 
 def _target(pattern: str, what: str) -> Target:

@@ -129,7 +129,7 @@ def test_pages_give_way_to_sessions() -> None:
     cache.advance(2 * PAGE)
     begun, outputs = prefixes.begun("a", range(1), 1), torch.randn(1, 2 * PAGE, 4)
     for name in (b"x", b"y"):
-        prefixes.keep(cache, begun, [name + b"0", name + b"1"], outputs)
+        prefixes.keep("a", cache, begun, [name + b"0", name + b"1"], outputs)
     assert len(prefixes) == 4
     assert prefixes.num_bytes == 4 * page_bytes
     # Beginning with the least recently used ones, and no further than has to be.
@@ -138,11 +138,11 @@ def test_pages_give_way_to_sessions() -> None:
     assert prefixes.num_bytes == 2 * page_bytes
     assert prefixes.restore(cache, [b"y0"]) == []
     # A beginning does not displace its own first page.
-    prefixes.keep(cache, begun, [b"z0", b"z1", b"z2"], torch.cat([outputs, outputs[:, :PAGE]], dim=1))
+    prefixes.keep("a", cache, begun, [b"z0", b"z1", b"z2"], torch.cat([outputs, outputs[:, :PAGE]], dim=1))
     assert prefixes.num_bytes <= pool.free_bytes
     pool.reserve(pool.free_bytes)
     assert (len(prefixes), prefixes.num_bytes) == (0, 0)
-    prefixes.keep(cache, begun, [b"x0"], outputs)
+    prefixes.keep("a", cache, begun, [b"x0"], outputs)
     assert len(prefixes) == 0
 
 

@@ -110,6 +110,12 @@ def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor]) -> None:
         if tensor.dtype not in _DTYPES:
             known = ", ".join(str(dtype) for dtype in _DTYPES)
             raise ConfigError(f"the adapter tensor of {name} is {tensor.dtype}; expected one of {known}")
+    shipped = iter(tensors)
+    for entry in spec.modules:
+        # A product of two types fails, in the middle of a forward that others share.
+        if len(dtypes := {next(shipped).dtype for _ in entry.shapes}) > 1:
+            types = " and ".join(sorted(map(str, dtypes)))
+            raise ConfigError(f"the adapter tensors of {_where(entry)} are {types}; expected one type for all of them")
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     if num_bytes > _MAX_BYTES:
         raise ConfigError(f"the adapter has {num_bytes} bytes; the limit is {_MAX_BYTES}")

@@ -21,7 +21,7 @@ _MAX_GAP_S = 1.0
 _OLD_RUNS = 4096
 """Sizes of packs of which none has run for so many runs are forgotten: the machine may have become faster or slower."""
 _NEW = 1 / 16
-"""Part that a run has in what is known of its size."""
+"""Part that a longer run has in what is known of its size."""
 _CAUTION = 0.7
 """Part of ``a`` that a wait may take: return times vary."""
 _MIN_FREE_ROWS = 1.0
@@ -40,15 +40,19 @@ _MIN_PIECE_S = 0.05
 
 @dataclass(slots=True)
 class _Size:
-    """Forwards of about the same number of rows: averages."""
+    """Forwards of about the same number of rows: the least time of late, with its rows.
+
+    Not the average: a peer with long contexts would make a forward itself look dear, and its many rows cheap.
+    """
 
     rows: float
     seconds: float
     last_run: int = 0
 
     def add(self, rows: int, seconds: float, run: int) -> None:
-        self.rows += (rows - self.rows) * _NEW
-        self.seconds += (seconds - self.seconds) * _NEW
+        part = 1.0 if seconds < self.seconds else _NEW
+        self.rows += (rows - self.rows) * part
+        self.seconds += (seconds - self.seconds) * part
         self.last_run = run
 
 

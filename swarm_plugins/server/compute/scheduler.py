@@ -87,9 +87,12 @@ class Scheduler:
         result: T = await self._submit(item, self._waiting_steps, timeout_s)
         return result
 
-    def post(self, function: Callable[[], object]) -> None:
-        """Runs a short function before any waiting step, without a result; it is never refused."""
-        item = Call(function, is_training=False, load=LITTLE)
+    def post(self, function: Callable[[], object], *, payer: str = "") -> None:
+        """Runs a short function before any waiting step, without a result; it is never refused.
+
+        ``payer`` is the peer whose time it takes.
+        """
+        item = Call(function, is_training=False, load=LITTLE, payer=payer)
         item.future.add_done_callback(log_outcome)
         self._thread.submit(item)
 

@@ -289,7 +289,7 @@ class ComputeThread:
             failure = error
         # Before the result is handed over: then the event loop takes the interpreter.
         seconds = self._worked_s - began
-        self._turns.had(item.peer, seconds)
+        self._turns.had(item.payer, seconds)
         if item.work and failure is None:
             self._turns.ran(item.work, seconds)
         if failure is not None:
@@ -361,7 +361,8 @@ class ComputeThread:
         self._turns.had(step.peer, self._worked_s - began)
         return not step.has_ended
 
-    def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
+    def _run_group(self, group: Sequence[tuple[Step, int]]) -> bool:
+        """Runs a pack; returns whether all of it has run. Never raises."""
         self.busy.begin(time.monotonic())
         began = self._worked_s
         try:
@@ -372,14 +373,14 @@ class ComputeThread:
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
                 step.add(chunk, output)
         except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+            seconds = self._worked_s - began
             if len(group) > 1:
-                # One step is at fault: run alone, only that one fails.
-                for member in group:
-                    self._run_group([member])
-                return
-            self._charge(group, self._worked_s - began)
+                # One step is at fault: run alone, only that one fails. Its peer had the time of all.
+                self._charge([member for member in group if not self._run_group([member])], seconds)
+                return False
+            self._charge(group, seconds)
             self._fail(group[0][0], error)
-            return
+            return False
         seconds = self._worked_s - began
         self._turns.ran(self._charge(group, seconds), seconds)
         self.packs[len(group)] += 1
@@ -391,6 +392,7 @@ class ComputeThread:
                 # Before finish: once the result is handed over, the event loop takes the interpreter.
                 self._rhythm(step.inputs.blocks).answered(step.session, ended)
                 step.finish(step.result())
+        return True
 
     def _charge(self, group: Sequence[tuple[Step, int]], seconds: float) -> int:
         """Charges each step of a pack for its part of the tokens and blocks; returns how many there are in all."""

@@ -80,12 +80,20 @@ class Work:
 class Call(Work):
     """A function to run, urgent (cache operations) or not (training), at once or in parts."""
 
-    __slots__ = ("_load", "_parts", "is_training", "result")
+    __slots__ = ("_load", "_parts", "is_training", "payer", "result")
 
     def __init__(
-        self, function: Callable[[], Any] | Parts[Any], *, is_training: bool, peer: str = "", load: Load
+        self,
+        function: Callable[[], Any] | Parts[Any],
+        *,
+        is_training: bool,
+        peer: str = "",
+        load: Load,
+        payer: str = "",
     ) -> None:
         super().__init__(peer)
+        self.payer = peer or payer
+        """Who is charged for it."""
         self._parts = _in_one_part(function) if callable(function) else function
         self._load = load
         self.is_training = is_training

@@ -51,7 +51,8 @@ async def run_beginning(service: Service, session: Session, inputs: StepInputs, 
         raise
     outputs = SpanOutputs(hidden=torch.cat(known, dim=1) if len(known) > 1 else known[0])
     keep = functools.partial(_keep, prefixes, session, session.num_changes, begun, keys, outputs.hidden)
-    service.scheduler.post(keep)
+    # At once, as it holds outputs that are not counted any more; at its client's expense.
+    service.scheduler.post(keep, payer=session.peer)
     session.begun = Begun(keys[-1], begun.tokens + len(keys) * PAGE_TOKENS)
     return outputs, num_known
 
@@ -68,4 +69,4 @@ def _keep(
 ) -> None:
     # Steps that only append may have run meanwhile, but no operation: that could put other tokens there.
     if not session.is_closed and session.num_changes == num_changes:
-        prefixes.keep(session.cache, begun, keys, hidden)
+        prefixes.keep(session.peer, session.cache, begun, keys, hidden)

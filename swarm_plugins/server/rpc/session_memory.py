@@ -73,6 +73,12 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> int
     if cached + num_new > limit:
         raise too_long(service, rows, cached + num_new, limit)
     check_tensors(service, request, session.blocks, cached)
+    mask = request.attention_mask
+    if session.cache.has_states and cached and mask is not None and not bool(mask[:, -num_new:].all()):
+        raise BadRequestError(
+            "attention_mask has padding among new tokens that follow cached ones: blocks with states of fixed size see "
+            "it in the first step only, send the whole prompt with that"
+        )
     return session.cache.growth_bytes(rows, cached + num_new, num_new)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -19,19 +19,26 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.ledger import Groups
+from swarm_plugins.server.state.shares import Shares
 
 T = TypeVar("T")
+
+SAVED_BYTES = 2048
+"""Bytes that a tensor which autograd saves counts for, besides its values: with its node in the graph it takes 1.4 KiB
+(of a Llama, whose graph for one token held forty times the bytes of its values)."""
 
 
 class GraphMeter:
     """Counts the bytes that a graph under construction keeps alive.
 
     Above ``limit_bytes`` the graph is given up: what it saves from then on is released at once. ``free_storages`` are
-    addresses of storages that do not count, as they live anyway (the weights).
+    addresses of storages that do not count, as they live anyway (the weights). A tensor counts ``saved_bytes`` besides.
     """
 
-    def __init__(self, limit_bytes: int, free_storages: Collection[int]) -> None:
+    def __init__(self, limit_bytes: int, free_storages: Collection[int], *, saved_bytes: int = SAVED_BYTES) -> None:
         self.num_bytes = 0
+        self._saved_bytes = saved_bytes
         self._limit_bytes = limit_bytes
         self._free = free_storages
         self._seen: set[int] = set()
@@ -47,6 +54,7 @@ class GraphMeter:
             self._add(tensor)
 
     def _add(self, tensor: Tensor) -> None:
+        self.num_bytes += self._saved_bytes
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._seen and address not in self._free:
@@ -80,12 +88,17 @@ class _Kept(Generic[T]):
 
 
 class ActivationStore(Generic[T]):
-    """Keeps values by unguessable ticket; when it is full, the oldest of the peer that holds most goes first.
+    """Keeps values by unguessable ticket; when it is full, the oldest of who holds most goes first, see `Shares`.
 
-    A peer can thus push out only its own graphs, or graphs of peers that hold more. Safe to use from several threads.
+    Safe to use from several threads.
+
+    Args:
+        budget_bytes: Of all values.
+        groups: Which peers share. None: each counts by itself.
+        ttl_s: How long they are kept.
     """
 
-    def __init__(self, budget_bytes: int, *, ttl_s: float = 300.0) -> None:
+    def __init__(self, budget_bytes: int, *, groups: Groups | None = None, ttl_s: float = 300.0) -> None:
         if budget_bytes < 0:
             raise ConfigError(f"the activation budget must be 0 or more bytes, got {budget_bytes}; 0 keeps nothing")
         self.budget_bytes = budget_bytes
@@ -93,13 +106,14 @@ class ActivationStore(Generic[T]):
         """Values that were too large, or gone when they were wanted, as `missed` has noted."""
         self.ttl_s = ttl_s
         self._kept: OrderedDict[str, _Kept[T]] = OrderedDict()
+        """Those that expire first are first."""
+        self._shares: Shares[str] = Shares(groups)
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all kept graphs."""
-        # A copy: a thread that serves metrics asks too.
-        return sum(kept.num_bytes for kept in list(self._kept.values()))
+        return self._shares.num_bytes
 
     def __len__(self) -> int:
         """Returns the number of kept graphs."""
@@ -115,20 +129,27 @@ class ActivationStore(Generic[T]):
         with self._lock:
             now = time.monotonic()
             self._drop_expired(now)
-            kept = _Kept[T](peer, now + self.ttl_s) if ticket is None else self._kept.get(ticket)
+            kept = _Kept[T](peer, now) if ticket is None else self._kept.get(ticket)
             if kept is None:
                 return None
             if kept.num_bytes + num_bytes > self.budget_bytes:
-                self._kept.pop(ticket or "", None)
+                if ticket is not None:
+                    self._drop(ticket)
                 return None
-            while self.used_bytes + num_bytes > self.budget_bytes:
-                del self._kept[self._oldest_of_greediest(peer, num_bytes)]
+            while self.used_bytes + num_bytes > self.budget_bytes and (first := self._shares.first(peer, num_bytes)):
+                self._drop(first)
             if ticket is None:
                 ticket = secrets.token_urlsafe(16)
                 self._kept[ticket] = kept
+                self._shares.add(ticket, peer, num_bytes)
+            elif ticket in self._kept:
+                self._kept.move_to_end(ticket)
+                self._shares.grow(ticket, num_bytes)
+            else:
+                return None
             kept.values, kept.num_bytes = (*kept.values, value), kept.num_bytes + num_bytes
             kept.expires = now + self.ttl_s
-            return ticket if ticket in self._kept else None
+            return ticket
 
     def take(self, peer: str, ticket: str) -> tuple[T, ...] | None:
         """Returns and forgets a peer's values; None if they are gone or belong to another peer."""
@@ -136,7 +157,7 @@ class ActivationStore(Generic[T]):
             kept = self._kept.get(ticket)
             if kept is None or kept.peer != peer:
                 return None
-            return self._kept.pop(ticket).values
+            return self._drop(ticket).values
 
     def missed(self) -> None:
         """Notes that a value which is wanted is not kept."""
@@ -152,22 +173,18 @@ class ActivationStore(Generic[T]):
         """Drops some values."""
         with self._lock:
             for ticket in [ticket for ticket, kept in self._kept.items() if any(map(is_of_no_use, kept.values))]:
-                del self._kept[ticket]
+                self._drop(ticket)
 
     def clear(self) -> None:
         """Drops everything."""
         with self._lock:
-            self._kept.clear()
-
-    def _oldest_of_greediest(self, peer: str, num_bytes: int) -> str:
-        """Returns the ticket to give up so that ``peer`` can keep ``num_bytes`` more."""
-        held = Counter({peer: num_bytes})
-        for kept in self._kept.values():
-            held[kept.peer] += kept.num_bytes
-        owners = {kept.peer for kept in self._kept.values()}
-        greediest = max(owners, key=lambda owner: held[owner])
-        return next(ticket for ticket, kept in self._kept.items() if kept.peer == greediest)
+            for ticket in list(self._kept):
+                self._drop(ticket)
 
     def _drop_expired(self, now: float) -> None:
-        for ticket in [ticket for ticket, kept in self._kept.items() if kept.expires <= now]:
-            del self._kept[ticket]
+        while self._kept and next(iter(self._kept.values())).expires <= now:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, ticket: str) -> _Kept[T]:
+        self._shares.remove(ticket)
+        return self._kept.pop(ticket)

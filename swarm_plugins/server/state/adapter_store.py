@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.ledger import Groups
 from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.server.state.shares import Shares
 
 MAX_ADAPTERS = 256
 """Most adapters in one request."""
@@ -17,7 +19,8 @@ MAX_ADAPTERS = 256
 OBJECT_BYTES = 2048
 """Bytes that an adapter, each of its layers and each of its tensors count for, besides the tensors' values: as Python
 objects a layer takes up to 1.5 KiB, a tensor 0.5 KiB. Layers may share tensors, and tensors may be empty."""
-
+_MOST_IN_USE = 3
+"""Quarters of the budget that newcomers of one address may have in use: a quarter stays for others."""
 
 _Key = tuple[str | None, str]
 """Who has uploaded an adapter (None: the host publishes it), and its digest."""
@@ -29,33 +32,21 @@ class _Held:
     num_bytes: int
 
 
-class _Shelf:
-    """What one peer has uploaded, or all have: sums, and what may go, so that no upload looks at all that is kept."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.idle_bytes = 0
-        self.idle: OrderedDict[_Key, int] = OrderedDict()
-        """Sizes of adapters that are not in use; those used longest ago first."""
-
-    def lay(self, key: _Key, num_bytes: int) -> None:
-        """Notes that an adapter is in use no more."""
-        self.idle[key] = num_bytes
-        self.idle_bytes += num_bytes
-
-    def take(self, key: _Key) -> None:
-        """Notes that an adapter is in use."""
-        self.idle_bytes -= self.idle.pop(key)
-
-
 class AdapterStore:
-    """Holds adapters; the least recently used go first, those in use or published stay.
+    """Holds adapters; those in use or published stay, of the others those go first that `Shares` names.
 
     A digest finds an adapter only for the peer that has uploaded it: another that knows or guesses the digest can
     neither compute with it nor learn that it is here. Used from the event loop only.
     """
 
-    def __init__(self, budget_bytes: int, *, peer_bytes: int | None = None, object_bytes: int = OBJECT_BYTES) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        groups: Groups | None = None,
+        peer_bytes: int | None = None,
+        object_bytes: int = OBJECT_BYTES,
+    ) -> None:
         if budget_bytes < 0:
             raise ConfigError(f"the adapter budget must be 0 or more bytes, got {budget_bytes}")
         self.budget_bytes = budget_bytes
@@ -63,13 +54,12 @@ class AdapterStore:
         self.object_bytes = object_bytes
         self._held: dict[_Key, _Held] = {}
         self._in_use: Counter[_Key] = Counter()
-        self._all = _Shelf()
-        self._of: dict[str, _Shelf] = {}
+        self._shares: Shares[_Key] = Shares(groups)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all uploaded adapters; published ones are the host's own."""
-        return self._all.num_bytes
+        return self._shares.num_bytes
 
     def size_of(self, adapter: LoadedAdapter) -> int:
         """Returns the bytes that an adapter counts for."""
@@ -86,11 +76,9 @@ class AdapterStore:
         Raises:
             CapacityError: If it does not fit with the adapters in use, or is larger than one peer's share.
         """
-        key = (peer, adapter.digest)
+        key, shares = (peer, adapter.digest), self._shares
         if key in self._held:
-            for shelf in self._shelves(key):
-                if key in shelf.idle:
-                    shelf.idle.move_to_end(key)
+            shares.touch(key)
             return
         size = self.size_of(adapter)
         if size > self.peer_bytes:
@@ -98,18 +86,19 @@ class AdapterStore:
                 f"the adapter takes {size} bytes, one client may hold {self.peer_bytes} on this server: "
                 "lower its rank or adapt fewer modules, or use a server that allows more"
             )
-        self._make_room(size, self.peer_bytes, self._of.get(peer, _Shelf()))
-        self._make_room(size, self.budget_bytes, self._all)
+        while shares.held(peer) + size > self.peer_bytes:
+            self._drop(shares.first_of(peer), size)
+        if shares.in_use(peer) + size > max(self.peer_bytes, self.budget_bytes * _MOST_IN_USE // 4):
+            self._drop(None, size)
+        while shares.num_bytes + size > self.budget_bytes:
+            self._drop(shares.first(peer, size), size)
         self._held[key] = _Held(adapter, size)
-        self._of.setdefault(peer, _Shelf())
-        for shelf in self._shelves(key):
-            shelf.num_bytes += size
-            shelf.lay(key, size)
+        shares.add(key, peer, size)
 
     def clear(self) -> None:
         """Drops all uploaded adapters that are not in use."""
-        while self._all.idle:
-            self._drop(next(iter(self._all.idle)))
+        while (first := self._shares.first()) is not None:
+            self._drop(first, 0)
 
     @contextlib.contextmanager
     def using(self, peer: str, digests: Sequence[str]) -> Iterator[tuple[LoadedAdapter, ...]]:
@@ -151,38 +140,24 @@ class AdapterStore:
                 "name each once, and the rows that use it",
             )
 
-    def _shelves(self, key: _Key) -> tuple[_Shelf, ...]:
-        owner = key[0]
-        return () if owner is None else (self._all, self._of[owner])
-
     def _begin_use(self, key: _Key) -> None:
         self._in_use[key] += 1
-        if self._in_use[key] == 1:
-            for shelf in self._shelves(key):
-                shelf.take(key)
+        if self._in_use[key] == 1 and key in self._shares:
+            self._shares.hold(key)
 
     def _end_use(self, key: _Key) -> None:
         self._in_use[key] -= 1
         if not self._in_use[key]:
             del self._in_use[key]
-            for shelf in self._shelves(key):
-                shelf.lay(key, self._held[key].num_bytes)
+            if key in self._shares:
+                self._shares.let_go(key)
 
-    def _make_room(self, size: int, limit: int, shelf: _Shelf) -> None:
-        """Drops the oldest adapters of a shelf until ``size`` bytes fit under ``limit``."""
-        if shelf.num_bytes - shelf.idle_bytes + size > limit:
+    def _drop(self, key: _Key | None, size: int) -> None:
+        """Drops an adapter, so that another of ``size`` bytes finds room; none is left if ``key`` is None."""
+        if key is None:
             raise CapacityError(
-                f"no room for an adapter of {size} bytes: {shelf.num_bytes} of {limit} bytes are held and in use; "
-                "try again when running requests have ended, or use another server"
+                f"no room for an adapter of {size} bytes: {self.used_bytes} of {self.budget_bytes} bytes are held and "
+                "in use; try again when running requests have ended, or use another server"
             )
-        while shelf.num_bytes + size > limit:
-            self._drop(next(iter(shelf.idle)))
-
-    def _drop(self, key: _Key) -> None:
-        size = self._held.pop(key).num_bytes
-        for shelf in self._shelves(key):
-            shelf.take(key)
-            shelf.num_bytes -= size
-        owner = key[0]
-        if owner is not None and not self._of[owner].num_bytes:
-            del self._of[owner]
+        self._shares.remove(key)
+        del self._held[key]

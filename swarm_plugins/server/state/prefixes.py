@@ -5,7 +5,8 @@ It is never named by a client: who wants a page's output has to send its input. 
 identity, unless the operator shares pages among all clients: how soon an answer comes would tell one of them what
 another has sent.
 
-Pages take what sessions leave of the KV budget, and give it back, the least recently used ones first, as sessions grow.
+Pages take what sessions leave of the KV budget, and give it back as sessions grow: the least recently used ones of who
+holds most go first, see `Shares`.
 
 Letters in shapes: ``B`` rows, ``S`` new tokens, ``D`` hidden width, ``H`` key/value heads, ``W`` head width.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +26,8 @@ from swarm_plugins.block_io import PAGE_TOKENS, SpanInputs
 from swarm_plugins.blocks.kv import KVCache, KVPool
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.ledger import Groups
+from swarm_plugins.server.state.shares import Shares
 
 _HASH_BYTES = 32
 _MOST_PAGES = 32
@@ -65,17 +67,22 @@ class PrefixStore:
 
     Args:
         pool: The KV budget.
+        groups: Which clients share what they may keep. None: each counts by itself.
         is_shared: Whether clients get pages of each other.
     """
 
-    def __init__(self, pool: KVPool, *, is_shared: bool = False) -> None:
+    def __init__(self, pool: KVPool, groups: Groups | None = None, *, is_shared: bool = False) -> None:
         self._pool = pool
         self._is_shared = is_shared
         self._secret = secrets.token_bytes(_HASH_BYTES)
-        self._pages: OrderedDict[bytes, _Page] = OrderedDict()
-        self.num_bytes = 0
-        """Bytes of all pages."""
+        self._pages: dict[bytes, _Page] = {}
+        self._shares: Shares[bytes] = Shares(groups)
         pool.on_reserve = self._give_way
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self._shares.num_bytes
 
     def __len__(self) -> int:
         """Returns the number of pages."""
@@ -116,7 +123,7 @@ class PrefixStore:
             return []
         # The first page is the most recently used: without it, the others are of no use.
         for key in reversed(keys[: len(pages)]):
-            self._pages.move_to_end(key)
+            self._shares.touch(key)
         try:
             # It may displace pages, but those at hand stay in memory.
             cache.reserve(len(pages) * PAGE_TOKENS)
@@ -128,32 +135,40 @@ class PrefixStore:
             cache.advance(PAGE_TOKENS)
         return [page.outputs for page in pages]
 
-    def keep(self, cache: KVCache, begun: Begun, keys: Sequence[bytes], outputs: Tensor) -> None:
-        """Keeps the pages of a step that has run, ``[B, S, D]`` of outputs, as far as there is memory."""
-        if not bool(torch.isfinite(outputs).all()):
+    def keep(self, peer: str, cache: KVCache, begun: Begun, keys: Sequence[bytes], outputs: Tensor) -> None:
+        """Keeps the pages of a step of ``peer`` that has run, ``[B, S, D]`` of outputs, as far as there is memory."""
+        new = [(number, key) for number, key in enumerate(keys) if key not in self._pages]
+        if not new or not bool(torch.isfinite(outputs).all()):
             return
-        own_bytes = sum(self._pages[key].num_bytes for key in keys if key in self._pages)
-        for number, key in enumerate(keys):
-            if key in self._pages:
-                continue
+        for number, key in new:
             first = begun.tokens + number * PAGE_TOKENS
             found = [cache.stored(block, first, PAGE_TOKENS) for block in cache.blocks]
             stored = tuple(tensors for tensors in found if tensors is not None)
             if len(stored) < len(found):
                 return  # a later step has freed what its window has left
             page = _Page(stored, outputs[:, number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS])
-            own_bytes += page.num_bytes
-            if own_bytes > self._pool.free_bytes:
-                return  # it would displace its own beginning
+            if not self._make_room(peer, page.num_bytes, keys):
+                return
             self._pages[key] = page.clone()
-            self.num_bytes += page.num_bytes
-            self._give_way()
+            self._shares.add(key, peer, page.num_bytes)
+
+    def _make_room(self, peer: str, num_bytes: int, keys: Sequence[bytes]) -> bool:
+        """Drops pages until so many bytes more fit; False if they would displace their own beginning, or do not fit."""
+        while self.num_bytes + num_bytes > self._pool.free_bytes:
+            first = self._shares.first(peer, num_bytes)
+            if first is None or first in keys:
+                return False
+            self._drop(first)
+        return True
 
     def _give_way(self) -> None:
         """Drops pages until the rest fits into what sessions leave of the budget."""
-        while self._pages and self.num_bytes > self._pool.free_bytes:
-            _, page = self._pages.popitem(last=False)
-            self.num_bytes -= page.num_bytes
+        while self.num_bytes > self._pool.free_bytes and (first := self._shares.first()) is not None:
+            self._drop(first)
+
+    def _drop(self, key: bytes) -> None:
+        self._shares.remove(key)
+        del self._pages[key]
 
     def _hash(self, *parts: bytes) -> bytes:
         found = hashlib.blake2b(key=self._secret, digest_size=_HASH_BYTES)

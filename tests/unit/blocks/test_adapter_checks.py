@@ -79,6 +79,7 @@ def test_sizes_types_and_values_are_checked(llama: Pair, monkeypatch: pytest.Mon
         (spec, good[:1], "names 2 tensors, 1 came"),
         (spec, good[::-1], r"shape \[32, 4\], announced as \[4, 32\]"),
         (spec, [tensor.long() for tensor in good], "is torch.int64; expected one of torch.float32"),
+        (spec, [good[0], good[1].half()], "q_proj are torch.float16 and torch.float32; expected one type for all"),
         (AdapterSpec(modules=(entry(), entry())), good * 2, "names block 1, self_attn.q_proj twice"),
         (AdapterSpec(modules=(entry(),) * 3), good * 3, "3 modules; the limit is 2"),
     ]

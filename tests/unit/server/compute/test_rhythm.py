@@ -54,6 +54,19 @@ def test_large_packs_do_not_hide_what_a_row_costs_in_small_ones() -> None:
     assert rhythm.free_rows == 1
 
 
+def test_a_peer_with_long_contexts_does_not_make_many_rows_look_cheap() -> None:
+    """One row among 8,192 tokens takes as long as 90 short ones: then no limit was left for the rows of that peer."""
+    rhythm = with_costs(7, 91)
+    for _ in range(100):
+        rhythm.ran(1, 10 * FIXED_S)
+    rhythm.ran(1, FIXED_S + ROW_S)
+    assert rhythm.free_rows == pytest.approx(FIXED_S / ROW_S)
+    for _ in range(20):
+        rhythm.ran(1, 10 * FIXED_S)
+        rhythm.ran(1, FIXED_S + ROW_S)
+    assert rhythm.free_rows == pytest.approx(FIXED_S / ROW_S)
+
+
 def test_sizes_that_no_longer_run_are_forgotten() -> None:
     rhythm = with_costs(90)
     for _ in range(5000):

@@ -106,6 +106,30 @@ def test_one_bad_step_of_a_pack_fails_alone(runner: FakeRunner, scheduler: Sched
     assert float(other.hidden[0, 0, 0]) == 2 + ADDED  # type: ignore[attr-defined]
 
 
+def test_a_step_that_fails_in_a_pack_pays_for_the_whole_of_it(
+    runner: FakeRunner, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that failed in the last block had all steps of others run again, at their own expense."""
+    charged: list[str] = []
+    monkeypatch.setattr(scheduler._thread._turns, "had", lambda peer, _: charged.append(peer))
+
+    async def scene() -> None:
+        runner.gate = threading.Event()
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
+        await until(lambda: runner.threads)
+        peers = {"alice": 1, "mallory": 666, "bob": 2}
+        steps = [scheduler.step(step_of(runner, value=v), timeout_s=20, peer=peer) for peer, v in peers.items()]
+        tasks = [asyncio.create_task(step) for step in steps]
+        await until(lambda: scheduler.num_waiting == 4)
+        runner.gate.set()
+        await first
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scene())
+    # What it had alone, and the pack.
+    assert sorted(filter(None, charged)) == ["alice", "bob", "mallory", "mallory"]
+
+
 def test_prefill_that_fails_half_way_leaves_its_cache_as_it_was(runner: FakeRunner, scheduler: Scheduler) -> None:
     runner.max_cached = 70
     step = step_of(runner, num_tokens=100)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 import torch
-from fake_server import TOKEN_BYTES, FakeRunner, transport_to, until
+from fake_server import TOKEN_BYTES, FakeCache, FakeRunner, transport_to, until
 from session_kit import OPEN, ask, playing, step_of
 
 from swarm_plugins.block_io import SpanOutputs
@@ -209,3 +209,21 @@ async def test_the_fork_of_many_short_rows_takes_room_for_their_pages(
         assert isinstance(await ask(other, msgspec.structs.replace(rows, fork_of=opened.session)), SessionOpened)
         # A page of 64 tokens for each row, in each of 4 blocks.
         assert asked == [2 * 64 * TOKEN_BYTES]
+
+
+async def test_padding_behind_cached_tokens_is_refused_before_it_joins_others(
+    service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks with states of fixed size failed there, and all steps in the same forward ran again, one by one."""
+    monkeypatch.setattr(FakeCache, "has_states", True)
+    async with playing(service) as (channel, _):
+        await ask(channel, OPEN)
+        padded = torch.tensor([[True, False]])
+        assert isinstance(await ask(channel, step_of(2, 0, attention_mask=padded)), SessionStepResponse)
+        num_packs = len(runner.packs)
+        refused = await ask(channel, step_of(1, 2, attention_mask=torch.tensor([[True, True, False]])))
+        assert isinstance(refused, Failure)
+        assert "padding among new tokens that follow cached ones" in refused.message
+        assert len(runner.packs) == num_packs
+        masked = torch.tensor([[True, False, True]])
+        assert isinstance(await ask(channel, step_of(1, 2, attention_mask=masked)), SessionStepResponse)

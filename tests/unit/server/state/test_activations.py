@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.server.state.activations import ActivationStore, GraphMeter
+from swarm_plugins.server.state.activations import SAVED_BYTES, ActivationStore, GraphMeter
 
 
 def test_meter_counts_each_storage_once_and_no_weights() -> None:
     weight = torch.randn(64, 64)
     hidden = torch.randn(8, 64, requires_grad=True)
-    meter = GraphMeter(1 << 20, {weight.untyped_storage().data_ptr()})
+    meter = GraphMeter(1 << 20, {weight.untyped_storage().data_ptr()}, saved_bytes=0)
     with meter.recording():
         out = (hidden @ weight).tanh() * 2  # tanh saves its output; the product with a number saves nothing
         both = out * out  # saves one tensor twice
@@ -26,7 +26,7 @@ def test_meter_counts_each_storage_once_and_no_weights() -> None:
 
 def test_meter_releases_what_outgrows_the_limit() -> None:
     hidden = torch.randn(64, 64, requires_grad=True)
-    meter = GraphMeter(3 * 64 * 64 * 4, ())
+    meter = GraphMeter(3 * 64 * 64 * 4, (), saved_bytes=0)
     with meter.recording():
         out = hidden
         refs = []
@@ -119,3 +119,14 @@ def test_who_grows_greediest_gives_its_own_up() -> None:
     assert store.put("alice", "two", 30, ticket=ticket) is None
     assert store.used_bytes == 30
     assert store.take("bob", other or "") == ("theirs",)
+
+
+def test_a_graph_counts_its_nodes() -> None:
+    """Graphs of one token took forty times what they counted for: 10 GB under a budget of 256 MiB."""
+    row = torch.ones(1, requires_grad=True)
+    meter = GraphMeter(1 << 20, ())
+    with meter.recording():
+        out = row
+        for _ in range(100):
+            out = out.tanh()
+    assert meter.num_bytes == 100 * (SAVED_BYTES + 4)

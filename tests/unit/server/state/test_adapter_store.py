@@ -107,10 +107,11 @@ def test_sums_by_owner_are_those_of_what_is_held() -> None:
             for (owner, _), one in store._held.items():
                 sizes[owner or "host"] += one.num_bytes
             del sizes["host"]
-            assert {owner: shelf.num_bytes for owner, shelf in store._of.items()} == sizes
+            assert {owner: store._shares.held(owner) for owner in sizes} == sizes
             assert store.used_bytes == sizes.total() <= 400
             assert max(sizes.values(), default=0) <= 200
-    assert store._all.idle_bytes == store.used_bytes
+    store.clear()
+    assert store.used_bytes == 0
 
 
 def test_an_upload_does_not_look_at_all_that_is_kept() -> None:
@@ -123,7 +124,7 @@ def test_an_upload_does_not_look_at_all_that_is_kept() -> None:
         items = values = keys = __iter__  # type: ignore[assignment]
 
     store = AdapterStore(100, object_bytes=0, peer_bytes=100)
-    store._held = Unlisted()
+    store._held, store._shares._kept = Unlisted(), Unlisted()
     for index in range(5):
         store.put("alice", adapter(str(index)))
     assert held(store, "2", "3", "4") == ["3", "4"]
