@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.interfaces import ExpertKey
 from swarm_plugins.offload.model.attach import formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
@@ -118,6 +119,12 @@ def test_what_is_packed_is_not_quantized_again(field: str, settings: OffloadConf
     directory, _ = SAVERS["mixtral-fp8"](tmp_path)
     with pytest.raises(ConfigError, match=rf"{field} is 8, but .* is published as fp8: leave {field} out"):
         load_offloaded(directory, settings, device="cpu")
+
+
+def test_a_store_is_made_of_wide_weights_only(tmp_path: Path) -> None:
+    directory, _ = SAVERS["mixtral-fp8"](tmp_path)
+    with pytest.raises(UnsupportedError, match="is published as fp8, and packed weights are not quantized again"):
+        quantize_checkpoint(directory, tmp_path / "store", expert_bits=4)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
