@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins import OffloadConfig, load_offloaded
+from swarm_plugins import AutoSwarmModelForCausalLM, OffloadConfig, load_offloaded
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.interfaces import ExpertKey
 from swarm_plugins.offload.model.attach import formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
+from swarm_plugins.testing.in_process import InProcessSwarm
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
 pytest.importorskip("gguf")
@@ -104,6 +107,23 @@ def test_offloaded_experts_give_the_numbers_of_the_widened_model(kind: str, tmp_
     assert torch.equal(few.generate(IDS, **options), local.generate(IDS, **options))
     check_gradients(few, local, IDS, **CLOSE)
     torch.testing.assert_close(*(lora_gradients(model) for model in (few, local)), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["mixtral-fp8", "qwen3moe-Q4_K"])
+def test_servers_that_read_packed_experts_on_demand_give_the_numbers_of_the_widened_model(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    directory, twin = SAVERS[kind](tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, experts_implementation="eager").eval()
+    few = OffloadConfig(fast_bytes=4 * expert_bytes(directory))
+    with InProcessSwarm(directory, dtype=torch.float32, offload=few) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
+        check_gradients(remote, local, IDS, **CLOSE)
+        torch.testing.assert_close(lora_gradients(remote), lora_gradients(local), **CLOSE)
+    stored = "fp8" if kind == "mixtral-fp8" else r"gguf \(Q4_K\)"
+    assert re.search(rf"offloaded experts: packed weights stay {stored}; each product widens", caplog.text)
+    assert re.search(rf"blocks 0:2: packed weights stay {stored}; each product widens", caplog.text)
 
 
 def test_the_experts_of_a_layer_have_to_be_packed_alike(tmp_path: Path) -> None:
