@@ -7,6 +7,7 @@ no values (`outside`).
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.weights.published.placing import Placing, place, plain_names
 from swarm_plugins.weights.published.weights import Published
+from swarm_plugins.weights.published.widening import experts_only, widening_of
+
+log = logging.getLogger(__name__)
 
 DEFAULT_KV_BYTES = 1 << 30
 _OTHER_TOKENS = {
@@ -118,6 +122,8 @@ def load_span(
         moe = MoeCheckpoint.inspect(checkpoint, store, dtype=wanted, layers=blocks)
         check_budget(moe, formats_of(moe, offload, where), offload, where)
         moe.store.fetch()
+        if moe.placing is not None:
+            log.info("offloaded experts: %s", widening_of(experts_only(moe.placing), wanted))
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
         moe.check_has_experts(blocks)
@@ -207,6 +213,7 @@ class _BlockLoader:
         if self.published is not None:
             placing = place(self.published, self.outline, {name: self._spelled(name) for name in names})
             names = plain_names(placing, names)
+            log.info("blocks %d:%d: %s", blocks.start, blocks.stop, widening_of(placing, self.dtype))
         tensors, name = self._read(names, blocks, progress), self.checkpoint.name
         biases = {} if placing is None else self._take_biases(placing, tensors)
         try:

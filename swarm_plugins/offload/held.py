@@ -26,6 +26,7 @@ from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.quantized_store import open_quantized
 from swarm_plugins.weights.names import HOSTED_WIDTHS
 from swarm_plugins.weights.published.weights import Published
+from swarm_plugins.weights.published.widening import Widening, experts_only, widening_of
 from swarm_plugins.weights.widths import Width
 
 HOLDER_BITS: dict[str, Width | None] = {"none": None, **HOSTED_WIDTHS}
@@ -52,6 +53,8 @@ class HeldExperts:
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
+    widening: Widening | None = None
+    """What experts in a published format take beside their bytes."""
     rows_at_once: int = 1 << 40
     """Rows of one expert that run at a time; urgent work waits for so many."""
     on_block_boundary: Callable[[], None] | None = None
@@ -179,6 +182,7 @@ def load_held_experts(
         dtype=moe.dtype,
         device=device,
         hidden_size=hidden_size,
+        widening=None if moe.placing is None else widening_of(experts_only(moe.placing), moe.dtype),
     )
 
 

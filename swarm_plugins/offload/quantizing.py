@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece, check_inside, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
-from swarm_plugins.errors import CheckpointError, ConfigError, one_line
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from swarm_plugins.offload.formats.experts import QuantizedFormat, turn, turned
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
@@ -86,6 +86,11 @@ def quantize_checkpoint(
         if moe.quantized is not None:
             raise ConfigError(
                 f"{name_or_dir} is quantized already: give {moe.quantized.manifest.base}, which it was made from"
+            )
+        if moe.placing is not None:
+            raise UnsupportedError(
+                f"{name_or_dir} is published as {moe.placing.published.name}, and packed weights are not quantized "
+                "again: give the unquantized checkpoint, or offload this one as it is"
             )
         small_files = _small_files(moe.checkpoint)
         formats = {layer: _LayerFormat(moe, layer, expert_bits) for layer in moe.paths}

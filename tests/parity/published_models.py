@@ -244,25 +244,30 @@ def save_mxfp4(directory: Path) -> tuple[Path, Path]:
     return packed, twin
 
 
-def save_mixed(directory: Path) -> tuple[Path, Path]:
-    """Saves a toy whose attention has one format of compressed-tensors and whose MLP another, and its twin."""
+def save_mixed(
+    directory: Path,
+    family: str = "llama",
+    first_part: str = ".self_attn.",
+    target: str = r"re:.*\.self_attn\.[qkvo]_proj$",
+) -> tuple[Path, Path]:
+    """Saves a toy whose attention has one format of compressed-tensors and everything else another, and its twin."""
     ways = ("int-channel", "int4-groups")
     saved = []
     for way in ways:
         (directory / way).mkdir()
-        saved.append(save_published(way, "llama", directory / way))
+        saved.append(save_published(way, family, directory / way))
     (first, first_twin), (second, second_twin) = saved
     both = []
     for one, other in ((first, second), (first_twin, second_twin)):
-        tensors = {name: one for name, one in load_file(one / "model.safetensors").items() if ".mlp." not in name}
-        tensors.update({k: v for k, v in load_file(other / "model.safetensors").items() if ".mlp." in k})
+        tensors = {name: one for name, one in load_file(one / "model.safetensors").items() if first_part in name}
+        tensors.update({k: v for k, v in load_file(other / "model.safetensors").items() if first_part not in k})
         both.append(tensors)
     config, groups = {**WAYS[ways[0]].config, "format": "mixed-precision"}, {}
-    for index, (way, target) in enumerate(zip(ways, (r"re:.*\.self_attn\.[qkvo]_proj$", "Linear"), strict=True)):
+    for index, (way, named) in enumerate(zip(ways, (target, "Linear"), strict=True)):
         stated = WAYS[way].config
         groups[f"group_{index}"] = {
             **stated["config_groups"]["group_0"],
-            "targets": [target],
+            "targets": [named],
             "format": stated["format"],
         }
     config["config_groups"] = groups

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,19 +12,23 @@ import pytest
 import torch
 from offload_models import tokens
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins import OffloadConfig, load_offloaded
+from swarm_plugins import AutoSwarmModelForCausalLM, OffloadConfig, load_offloaded
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.interfaces import ExpertKey
 from swarm_plugins.offload.model.attach import formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
+from swarm_plugins.testing.in_process import InProcessSwarm
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
 pytest.importorskip("gguf")
 from gguf_models import save_gguf
-from published_models import WAYS, check_gradients, save_fused_fp8, save_mxfp4, save_published
+from published_models import WAYS, check_gradients, save_fused_fp8, save_mixed, save_mxfp4, save_published
 
 # Sums of an expert's products run in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -31,10 +37,29 @@ IDS = tokens(2, 9)
 SAVERS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     **{f"mixtral-{way}": lambda place, way=way: save_published(way, "mixtral", place) for way in WAYS},
     "deepseek_v3-fp8": lambda place: save_published("fp8", "deepseek_v3", place),
+    "mixtral-mixed": lambda place: save_mixed(place, "mixtral"),
     "gpt_oss-mxfp4": save_mxfp4,
     "qwen3_moe-fp8-fused": save_fused_fp8,
     **{f"mixtral-{kind}": lambda place, kind=kind: save_gguf("mixtral", kind, place) for kind in GGUF_KINDS},
     "qwen3moe-Q4_K": lambda place: save_gguf("qwen3moe", "Q4_K", place),
+}
+
+# One of each layout; others differ by what is done with the numbers, which the tests of hosted blocks see as well.
+FAST = {
+    "mixtral-fp8",
+    "mixtral-int4-zeros",
+    "mixtral-nvfp4",
+    "mixtral-gptq-order",
+    "mixtral-awq",
+    "mixtral-bnb-nf4-nested",
+    "mixtral-bnb-int8",
+    "mixtral-mixed",
+    "deepseek_v3-fp8",
+    "gpt_oss-mxfp4",
+    "qwen3_moe-fp8-fused",
+    "mixtral-BF16",
+    "mixtral-Q8_0",
+    "qwen3moe-Q4_K",
 }
 
 
@@ -71,7 +96,9 @@ def lora_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: one.grad for name, one in factors.items() if one.grad is not None}
 
 
-@pytest.mark.parametrize("kind", SAVERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in SAVERS]
+)
 def test_offloaded_experts_give_the_numbers_of_the_widened_model(kind: str, tmp_path: Path) -> None:
     few, local = pair(kind, tmp_path)
     with torch.no_grad():
@@ -80,3 +107,54 @@ def test_offloaded_experts_give_the_numbers_of_the_widened_model(kind: str, tmp_
     assert torch.equal(few.generate(IDS, **options), local.generate(IDS, **options))
     check_gradients(few, local, IDS, **CLOSE)
     torch.testing.assert_close(*(lora_gradients(model) for model in (few, local)), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["mixtral-fp8", "qwen3moe-Q4_K"])
+def test_servers_that_read_packed_experts_on_demand_give_the_numbers_of_the_widened_model(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    directory, twin = SAVERS[kind](tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, experts_implementation="eager").eval()
+    few = OffloadConfig(fast_bytes=4 * expert_bytes(directory))
+    with InProcessSwarm(directory, dtype=torch.float32, offload=few) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
+        check_gradients(remote, local, IDS, **CLOSE)
+        torch.testing.assert_close(lora_gradients(remote), lora_gradients(local), **CLOSE)
+    stored = "fp8" if kind == "mixtral-fp8" else r"gguf \(Q4_K\)"
+    assert re.search(rf"offloaded experts: packed weights stay {stored}; each product widens", caplog.text)
+    assert re.search(rf"blocks 0:2: packed weights stay {stored}; each product widens", caplog.text)
+
+
+def test_the_experts_of_a_layer_have_to_be_packed_alike(tmp_path: Path) -> None:
+    directory, _ = save_mixed(tmp_path, "mixtral", ".experts.0.", r"re:.*\.experts\.0\..*")
+    with pytest.raises(UnsupportedError, match=r"experts\.1\..* and .*experts\.0\..* are packed in different ways"):
+        load_offloaded(directory, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"), [("expert_bits", OffloadConfig(expert_bits=8)), ("other_bits", OffloadConfig(other_bits=8))]
+)
+def test_what_is_packed_is_not_quantized_again(field: str, settings: OffloadConfig, tmp_path: Path) -> None:
+    directory, _ = SAVERS["mixtral-fp8"](tmp_path)
+    with pytest.raises(ConfigError, match=rf"{field} is 8, but .* is published as fp8: leave {field} out"):
+        load_offloaded(directory, settings, device="cpu")
+
+
+def test_a_store_is_made_of_wide_weights_only(tmp_path: Path) -> None:
+    directory, _ = SAVERS["mixtral-fp8"](tmp_path)
+    with pytest.raises(UnsupportedError, match="is published as fp8, and packed weights are not quantized again"):
+        quantize_checkpoint(directory, tmp_path / "store", expert_bits=4)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_scales_that_make_nonsense_are_found_when_their_expert_is_read(value: float, tmp_path: Path) -> None:
+    directory, _ = SAVERS["mixtral-fp8"](tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        if ".experts." in name and name.endswith("_scale_inv"):
+            tensors[name][-1, -1] = value
+    save_file(tensors, directory / "model.safetensors")
+    few = load_offloaded(directory, device="cpu")
+    with pytest.raises(CheckpointError, match=r"up_proj of expert \d in layer 0 .* its scales hold .*; fetch"):
+        few(IDS)

@@ -10,8 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, Planned
+from swarm_plugins.offload.plan.sizes import ModelSizes
 from swarm_plugins.offload.text import format_offload
 from swarm_plugins.sizes import format_bytes
+from swarm_plugins.weights.widths import Width
 
 
 def print_plan(console: Console, planned: Planned) -> None:
@@ -19,13 +21,15 @@ def print_plan(console: Console, planned: Planned) -> None:
     plan, sizes, speeds = planned.plan, planned.plan.sizes, planned.plan.speeds
     name = str(sizes.dtype).removeprefix("torch.")
     console.print(_memory_table(planned))
+    if sizes.published is not None:
+        console.print(f"{sizes.published.widening}")
     console.print(_session(planned))
     link = f", RAM to {planned.device} {format_bytes(speeds.link_bytes_per_s)}/s" if speeds.link_bytes_per_s else ""
     console.print(
         f"disk {format_bytes(speeds.disk_bytes_per_s)}/s, {format_bytes(speeds.expert_bytes_per_s)}/s for "
         f"experts one after the other ({planned.disk_source}){link}; "
         f"the products of a token {speeds.step_s * 1e3:.0f} ms "
-        f"(measured with {name} weights on {planned.device})\n"
+        f"(measured with {name} weights on {planned.device}{_widened(sizes)})\n"
     )
     console.print(_forecast_table(planned))
     console.print(
@@ -33,11 +37,15 @@ def print_plan(console: Console, planned: Planned) -> None:
         "brackets: if every expert were equally likely at any time\n"
         "other widths: from a store that `swarm quantize` writes; products are taken to be as fast\n"
     )
-    if plan.fits and sizes.quantized_bits is None:
+    if plan.fits and not sizes.is_packed:
         console.print("Everything fits: transformers alone will do, offloading gains nothing.")
     elif not plan.fits:
         _print_line(console, f"Faster: {_faster(planned)}.")
     _print_line(console, f"swarm run {planned.name} --offload {format_offload(plan.config)}")
+
+
+def _widened(sizes: ModelSizes) -> str:
+    return "" if sizes.published is None else ", and the time to widen packed ones"
 
 
 def _print_line(console: Console, text: str) -> None:
@@ -103,7 +111,7 @@ def _forecast_table(planned: Planned) -> Table:
     rows += [(other.expert_bits, other.expert_bytes, other.forecast) for other in plan.alternatives]
     for width, size, expected in rows:
         table.add_row(
-            (f"{width}-bit" if isinstance(width, int) else width) + (", as stored" if width == bits else ""),
+            _width_text(plan.sizes, width),
             format_bytes(size),
             f"{expected.fast_share:.0%}",
             f"{expected.hit_ratio:.2f} ({expected.hit_ratio_even:.2f})",
@@ -113,11 +121,19 @@ def _forecast_table(planned: Planned) -> Table:
     return table
 
 
+def _width_text(sizes: ModelSizes, width: Width) -> str:
+    told = f"{width}-bit" if isinstance(width, int) else width
+    if width != sizes.expert_bits:
+        return told
+    return f"{told if sizes.published is None else sizes.published.widening.format}, as stored"
+
+
 def as_dict(planned: Planned) -> dict[str, Any]:
     """Returns the plan as numbers, in bytes and seconds."""
-    plan = planned.plan
+    plan, published = planned.plan, planned.plan.sizes.published
     sizes = asdict(plan.sizes) | {
         "session": plan.sizes.session._asdict(),
+        "published": None if published is None else asdict(published.widening),
         "dtype": str(plan.sizes.dtype).removeprefix("torch."),
         "expert_bytes": plan.sizes.expert_bytes,
         "token_bytes": plan.sizes.token_bytes,

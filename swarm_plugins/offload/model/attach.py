@@ -56,13 +56,13 @@ def _format_of(moe: MoeCheckpoint, layer: int, settings: OffloadConfig, device: 
 
 
 def _check_published(moe: MoeCheckpoint, settings: OffloadConfig) -> None:
-    if moe.published is None:
+    if moe.placing is None:
         return
     for what, asked in (("expert_bits", settings.expert_bits), ("other_bits", settings.other_bits)):
         if asked is not None:
             raise ConfigError(
-                f"{what} is {asked}, but {moe.checkpoint.name} is published as {moe.published.name}: leave {what} out, "
-                "its weights stay as they are"
+                f"{what} is {asked}, but {moe.checkpoint.name} is published as {moe.placing.published.name}: leave "
+                f"{what} out, its weights stay as they are"
             )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -40,8 +41,11 @@ from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quant
 from swarm_plugins.versions import ModelVersion
 from swarm_plugins.weights.published.placing import Placing, place, plain_names
 from swarm_plugins.weights.published.weights import Published
+from swarm_plugins.weights.published.widening import widening_of
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,8 @@ class MoeCheckpoint:
     """Whether weights of experts lie as ``[in, out]``, by index of the layer."""
     others: list[str]
     """Names, in the checkpoint, of all other tensors but linear layers of a quantized store."""
-    published: Published | None
-    """Finds weights that were published in few bits. None: there are none."""
+    placing: Placing | None
+    """Where weights belong that were published in few bits. None: there are none."""
     packed: Mapping[int, Mapping[str, StoredFormat]]
     """Formats of experts that were published in few bits, by index of the layer and name of the parameter."""
 
@@ -127,7 +131,7 @@ class MoeCheckpoint:
         published = Published.of(checkpoint) if quantized is None else None
         if quantized is not None or published is not None:
             config = without_quantization(config)
-        compute_dtype = _compute_dtype(checkpoint, dtype)
+        compute_dtype = _compute_dtype(checkpoint, dtype, is_packed=published is not None)
         tasks = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         model_class = class_for_task(config, "language model", *tasks)
         config = config_for(model_class, config)
@@ -140,6 +144,7 @@ class MoeCheckpoint:
             paths = {layer: path for layer, path in paths.items() if layer in layers}
         store: CheckpointStore | QuantizedStore
         packed: Mapping[int, Mapping[str, StoredFormat]] = {}
+        placing = None
         if quantized is not None:
             store, others = quantized.of_layers(paths), quantized.other_tensors()
             is_transposed = dict.fromkeys(paths, False)
@@ -162,7 +167,7 @@ class MoeCheckpoint:
             store=store,
             is_transposed=is_transposed,
             others=others,
-            published=published,
+            placing=placing,
             packed=packed,
         )
 
@@ -207,10 +212,11 @@ class MoeCheckpoint:
             if placing is not None:
                 placing.leave_out(model)
 
-        placing = self._placing()
+        placing = None if self.placing is None else replace(self.placing, experts={})
         tensors = self.checkpoint.read(plain_names(placing, self.others), what="all but the experts")
         biases: dict[str, Tensor] = {}
         if placing is not None:
+            log.info("%s: %s", self.checkpoint.name, widening_of(placing, self.dtype))
             biases = placing.take_biases(tensors)
             tensors.update(placing.widened_others(self.dtype))
         model = model_from_tensors(self.model_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)
@@ -222,20 +228,14 @@ class MoeCheckpoint:
             placing.install(model, biases, self.dtype, device)
         return model
 
-    def _placing(self) -> Placing | None:
-        """Returns where packed weights outside of experts belong."""
-        if self.published is None:
-            return None
-        return place(self.published, self.outline, {name: name for name in self.others})
 
-
-def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | str | None) -> torch.dtype:
+def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | str | None, *, is_packed: bool) -> torch.dtype:
     known = ", ".join(FLOATS)
     if wanted not in (None, "auto", *FLOATS, *FLOATS.values()):
         raise ConfigError(f"dtype is {wanted!r}; expected one of auto, {known}, or the torch.dtype itself")
     if wanted not in (None, "auto"):
         return FLOATS[str(wanted).removeprefix("torch.")]
-    found: torch.dtype = getattr(checkpoint.config, "dtype", None) or stored_dtype(checkpoint)
+    found: torch.dtype = getattr(checkpoint.config, "dtype", None) or stored_dtype(checkpoint, is_packed=is_packed)
     if found not in FLOATS.values():
         raise UnsupportedError(
             f"the config of {checkpoint.name} says dtype {found!r}; give the one to compute in, one of {known}"

@@ -14,6 +14,8 @@ from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.moe import is_fused_experts
 
+_COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Returns, by index of the layer, the modules that hold all experts of a layer."""
@@ -25,17 +27,18 @@ def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     }
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the type of most bytes of a checkpoint; of one in few bits, what its config says.
+def stored_dtype(checkpoint: Checkpoint, *, is_packed: bool = False) -> torch.dtype:
+    """Returns the type of most bytes of a checkpoint; of one in few bits, of what is not packed.
 
     Raises:
         UnsupportedError: If it cannot be computed with: the checkpoint is packed in a format of its own.
     """
     sizes: Counter[torch.dtype] = Counter()
     for info in checkpoint.tensors.values():
-        sizes[info.dtype] += info.num_bytes
-    dtype = sizes.most_common(1)[0][0]
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if not is_packed or info.dtype in _COMPUTED:
+            sizes[info.dtype] += info.num_bytes
+    dtype = next((dtype for dtype, _ in sizes.most_common(1)), torch.bfloat16)
+    if dtype not in _COMPUTED:
         raise UnsupportedError(
             f"most weights of {checkpoint.name} are stored as {dtype}; supported are float32, float16 and bfloat16: "
             "use a checkpoint that is not packed"

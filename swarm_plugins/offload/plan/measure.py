@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -26,11 +27,14 @@ from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.interfaces import FileRange
 from swarm_plugins.offload.model.outline import experts_modules
+from swarm_plugins.weights.choice import kernel_for
+from swarm_plugins.weights.stored import StoredFormat
 
 # Of each shape, beyond every last-level cache: weights are really fetched from memory, as in a whole model.
 _POOL_BYTES = 64 << 20
 _MOST_COPIES = 64
 _MOST_STEPS = 100
+_WIDENINGS = 5
 _NUM_READERS = OffloadConfig().num_readers
 _LINK_BYTES = 64 << 20
 _Pool: TypeAlias = Callable[[torch.Size, torch.dtype], Tensor]
@@ -138,6 +142,14 @@ def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float
         while sum(times) < seconds and len(times) < _MOST_STEPS:
             times.append(_timed(step, device))
     return statistics.median(times)
+
+
+def widening_rate(stored: StoredFormat, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns how many weights of a format are widened in a second."""
+    parts = {part.name: torch.zeros(part.shape, dtype=part.dtype, device=device) for part in stored.parts}
+    kernel = kernel_for(stored, device)
+    times = [_timed(lambda: kernel.widen(parts, dtype), device) for _ in range(_WIDENINGS + 1)]
+    return math.prod(stored.shape) / statistics.median(times[1:])
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache.budget import choose_device, free_bytes, free_host_bytes
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.model.outline import without_quantization
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
-from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
+from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds, widening_rate
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
 from swarm_plugins.sizes import format_bytes, size_of
 from swarm_plugins.weights.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
@@ -118,7 +121,7 @@ def plan_model(
     speeds = Speeds(
         disk_bytes_per_s=disk,
         expert_bytes_per_s=experts,
-        step_s=step_seconds(meta_model(checkpoint.config, sizes.dtype), device=target),
+        step_s=_step_s(checkpoint, sizes, target),
         link_bytes_per_s=link_rate(target),
     )
     plan = make_plan(
@@ -128,6 +131,15 @@ def plan_model(
         ram_bytes=int(free_host_bytes() * _USABLE_SHARE) if ram_bytes is None else ram_bytes,
     )
     return Planned(name=checkpoint.name, plan=plan, device=str(target), disk_source=source)
+
+
+def _step_s(checkpoint: Checkpoint, sizes: ModelSizes, device: torch.device) -> float:
+    """Measures the products of a token, and how long packed weights take to be widened for them."""
+    seconds = step_seconds(meta_model(without_quantization(checkpoint.config), sizes.dtype), device=device)
+    if sizes.published is not None:
+        rate = widening_rate(sizes.published.sample, sizes.dtype, device)
+        seconds += sizes.published.token_weights / rate
+    return seconds
 
 
 def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes: int = 0) -> OffloadPlan:
@@ -183,7 +195,7 @@ def stored_bits_ratio(width: Width, original_bits: int) -> float:
 
 
 def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> tuple[Alternative, ...]:
-    if sizes.quantized_bits is not None:
+    if sizes.is_packed:
         return ()
     original_bits = num_bits(sizes.expert_bits)
     # Whole numbers only: by size and reads, nf4 is the same as 4.

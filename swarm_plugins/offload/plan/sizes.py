@@ -7,7 +7,7 @@ needs a table of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,11 @@ from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.outline import stored_dtype
 from swarm_plugins.offload.plan.sessions import SessionSizes, cache_bytes, session_sizes
-from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
+from swarm_plugins.offload.store.quantized_store import open_quantized
+from swarm_plugins.weights.published.placing import plain_names
+from swarm_plugins.weights.published.weights import Published
+from swarm_plugins.weights.published.widening import Widening, widening_of
+from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
 
@@ -38,6 +42,17 @@ class ExpertLayer:
     def num_bytes(self) -> int:
         """Of all experts of the layer."""
         return self.num_experts * self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedSizes:
+    """What is special about a checkpoint that was published in few bits."""
+
+    widening: Widening
+    token_weights: int
+    """Number of packed weights that a token is computed with."""
+    sample: StoredFormat
+    """Of one of its weights, to measure how fast they are widened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +75,13 @@ class ModelSizes:
     """Estimated memory of a forward over ``context_tokens`` in addition to weights and cache."""
     quantized_bits: Width | None = None
     """Width of the experts of a quantized store."""
+    published: PublishedSizes | None = None
+    """Of a checkpoint in few bits."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are in few bits already."""
+        return self.quantized_bits is not None or self.published is not None
 
     @property
     def expert_bits(self) -> Width:
@@ -89,32 +111,60 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
         UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
     """
     store = open_quantized(checkpoint)
-    moe = MoeCheckpoint.inspect(checkpoint, store, dtype=stored_dtype(checkpoint) if store is None else None)
+    is_plain = store is None and Published.of(checkpoint) is None
+    moe = MoeCheckpoint.inspect(checkpoint, store, dtype=stored_dtype(checkpoint) if is_plain else None)
     _check_shapes(moe)
     model, dtype = moe.outline, moe.dtype
     model.eval()
     experts = {layer: model.get_submodule(path) for layer, path in moe.paths.items()}
     found = _dry_run(model, experts, context_tokens, checkpoint.name)
-    layers = tuple(_expert_layer(layer, module, found.picked[layer], dtype, store) for layer, module in experts.items())
+    layers = tuple(_expert_layer(moe, layer, module, found.picked[layer]) for layer, module in experts.items())
+    published = _published_sizes(moe, layers)
     in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
     other = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in in_experts)
     return ModelSizes(
         layers=layers,
         num_layers=len(find_layers(model)),
         dtype=dtype,
-        other_bytes=other if store is None else other - store.saved_bytes(dtype),
+        other_bytes=other - (_saved_bytes(moe) if store is None else store.saved_bytes(dtype)),
         quantized_bits=None if store is None else store.manifest.expert_bits,
         context_tokens=context_tokens,
         cache_bytes=found.cache_bytes,
         session=found.session,
-        activation_bytes=_activation_bytes(checkpoint.config, max(layer.experts_per_token for layer in layers), dtype),
+        activation_bytes=_activation_bytes(checkpoint.config, max(layer.experts_per_token for layer in layers), dtype)
+        + (0 if published is None else published.widening.product_bytes),
+        published=published,
+    )
+
+
+def _saved_bytes(moe: MoeCheckpoint) -> int:
+    """Returns how much less packed linear layers take than plain ones."""
+    linears = {} if moe.placing is None else moe.placing.linears
+    packed = sum(part.num_bytes for weight in linears.values() for part in weight.format.parts)
+    return sum(math.prod(weight.format.shape) for weight in linears.values()) * moe.dtype.itemsize - packed
+
+
+def _published_sizes(moe: MoeCheckpoint, layers: Sequence[ExpertLayer]) -> PublishedSizes | None:
+    if moe.placing is None:
+        return None
+    formats = {layer: list(some.values()) for layer, some in moe.packed.items()}
+    others = [weight.format for weight in moe.placing.linears.values()]
+    picked = {layer.layer: layer.experts_per_token for layer in layers}
+    in_experts = sum(picked[layer] * math.prod(one.shape) for layer, some in formats.items() for one in some)
+    known = [*(one for some in formats.values() for one in some), *others]
+    if not known:
+        return None
+    return PublishedSizes(
+        widening=widening_of(moe.placing, moe.dtype),
+        token_weights=in_experts + sum(math.prod(one.shape) for one in others),
+        sample=known[0],
     )
 
 
 def _check_shapes(moe: MoeCheckpoint) -> None:
     """Compares the tensors outside experts with the model of the config; renamed ones are not checked."""
     parameters = dict(moe.outline.named_parameters())
-    for name in moe.others:
+    for name in plain_names(moe.placing, moe.others):
         expected = tuple(parameters[name].shape) if name in parameters else None
         info = moe.checkpoint.tensors[name]
         if expected is not None and info.shape != expected:
@@ -124,14 +174,12 @@ def _check_shapes(moe: MoeCheckpoint) -> None:
             )
 
 
-def _expert_layer(
-    layer: int, module: nn.Module, picked: int, dtype: torch.dtype, store: QuantizedStore | None
-) -> ExpertLayer:
+def _expert_layer(moe: MoeCheckpoint, layer: int, module: nn.Module, picked: int) -> ExpertLayer:
     parameters = list(module.parameters())
-    num_experts = parameters[0].shape[0]
-    numel = sum(math.prod(parameter.shape[1:]) for parameter in parameters)
-    num_bytes = numel * dtype.itemsize if store is None else store.stored_layout(layer).num_bytes
-    return ExpertLayer(layer, num_experts, num_bytes, picked)
+    num_bytes = sum(math.prod(parameter.shape[1:]) for parameter in parameters) * moe.dtype.itemsize
+    if moe.quantized is not None or layer in moe.packed:
+        num_bytes = moe.store.stored_layout(layer).num_bytes
+    return ExpertLayer(layer, parameters[0].shape[0], num_bytes, picked)
 
 
 class _DryRun(NamedTuple):

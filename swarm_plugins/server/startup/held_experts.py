@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.offload.held import HOLDER_BITS, HeldExperts, load_held_experts
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import Speed, median_s
+
+log = logging.getLogger(__name__)
 
 _MEASURED_ROWS = 64
 
@@ -16,7 +20,7 @@ def load_held(checkpoint: Checkpoint, blocks: range, config: ServeConfig) -> Hel
     """Loads the experts that the settings name, if any; see `load_held_experts`."""
     if config.experts is None:
         return None
-    return load_held_experts(
+    held = load_held_experts(
         checkpoint,
         blocks,
         config.experts,
@@ -26,6 +30,9 @@ def load_held(checkpoint: Checkpoint, blocks: range, config: ServeConfig) -> Hel
         bits=HOLDER_BITS[config.quantization],
         offload=config.offload,
     )
+    if held.widening is not None:
+        log.info("experts: %s", held.widening)
+    return held
 
 
 def measure_held(held: HeldExperts) -> Speed:

@@ -11,6 +11,7 @@ from rich.console import Console
 from type_models import save_type
 from typer.testing import CliRunner
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.cli.main import app
 from swarm_plugins.cli.support.plan_table import print_plan
 from swarm_plugins.offload import quantize_checkpoint
@@ -60,6 +61,30 @@ def test_a_quantized_store_is_planned_with_what_it_takes(mixtral: Path, tmp_path
     code, out, _ = plan(str(tmp_path / "q"), "--memory", "1GB", "--disk-rate", "1GB")
     assert code == 0
     assert "8-bit, as stored" in out
+
+
+@pytest.mark.parametrize(("way", "format"), [("fp8", "fp8"), ("Q4_K", "gguf (Q4_K)")])
+def test_a_published_checkpoint_is_planned_in_the_bytes_of_its_file(way: str, format: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", exc_type=ImportError)
+    pytest.importorskip("gguf")
+    from gguf_models import save_gguf
+    from published_models import save_published
+
+    path, _ = save_published(way, "mixtral", tmp_path) if way == "fp8" else save_gguf("qwen3moe", way, tmp_path)
+    given = str(path), "--memory", "1GB", "--disk-rate", "1GB", "--context", "64"
+    found = json.loads(plan(*given, "--json")[1])
+    sizes, infos = found["sizes"], Checkpoint.open(path).tensors
+    in_file = sum(info.num_bytes for name, info in infos.items() if ".experts." in name)
+    assert in_file <= sizes["expert_bytes"] <= 1.1 * in_file
+    widened = infos["model.embed_tokens.weight"] if way == "Q4_K" else None
+    assert sizes["published"]["format"] == format
+    assert sizes["published"]["stored_bytes"] == (widened.num_bytes if widened else 0)
+    assert found["alternatives"] == []
+    code, out, _ = plan(*given)
+    assert code == 0
+    assert f"{format}, as stored" in out
+    assert f"packed weights stay {format}; each product widens its own" in out
+    assert ("widened to bfloat16 once at load: 65.5 KB instead of 18.4 KB" in " ".join(out.split())) == bool(widened)
 
 
 def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> None:

@@ -82,7 +82,7 @@ def sentence_of(model: Path) -> str:
         pytest.param(config(sliding_window=-3), f"cannot be measured without its weights.*{CORRECT}", id="window"),
         pytest.param(config(num_experts_per_tok=9), f"takes 9 experts of layer 0, which has 4.*{CORRECT}", id="picks"),
         pytest.param(config(attn_implementation="flash_attention_2"), "another package.*install it", id="package"),
-        pytest.param(config(quantization_config={"quant_method": "mxfp4"}), "give the unquantized", id="codes"),
+        pytest.param(config(quantization_config={"quant_method": "aqlm"}), "give the unquantized", id="codes"),
         pytest.param(config(num_hidden_layers=10_000), "num_hidden_layers 10000, .* fetch them again", id="layers"),
         pytest.param(config(num_hidden_layers=1), f"weights of 2 layers, such as .*{CORRECT}", id="fewer-layers"),
         pytest.param(config(hidden_size=64), "asks for .96, 64. .*do not belong together", id="other-width"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from swarm_plugins.blocks import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.held import load_expert, load_held_experts
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.startup.held_experts import load_held
 from swarm_plugins.verification.quarantine import user_quarantine
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)
@@ -64,6 +67,14 @@ def test_blocks_with_experts_on_disk_or_elsewhere_compute_the_same(way: str, tmp
     torch.testing.assert_close(outcome_of_span(offloaded), expected, rtol=1e-5, atol=1e-5)
     with serving(directory, {"a": Held(range(count))}) as holders, owned(holders) as (span, _):
         torch.testing.assert_close(outcome_of_span(span), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_holder_tells_what_its_experts_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    directory, _ = SAVERS["fp8"](tmp_path)
+    config = ServeConfig(model=str(directory), blocks=range(1), experts=range(2))
+    assert load_held(Checkpoint.open(directory), range(1), config) is not None
+    assert "experts: packed weights stay fp8; each product widens its own, in about 36.9 KB" in caplog.text
 
 
 def test_what_cannot_be_done_with_packed_experts_is_refused(tmp_path: Path) -> None:
