@@ -51,6 +51,11 @@ def test_so_are_other_places_adapters_and_precisions(results: list[list[dict[str
         assert max(one[index].values()) < allowed
 
 
+def test_gradients_are_means_and_what_no_process_uses_has_none() -> None:
+    for found in run_ranks(2, checks.averaged):
+        assert [None if one is None else one.tolist() for one in found] == [[2.0] * 3, [0.5] * 3, None, [2.0] * 3]
+
+
 def test_three_processes_too(model: Path) -> None:
     # Batches of 2 rows instead of 8: those of one process are no multiple of three.
     for found in run_ranks(3, checks.odd_data, model, MEMORY):
