@@ -11,6 +11,7 @@ import several_checks as checks
 import trainer_kit
 from parallel_kit import run_ranks
 
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
@@ -68,6 +69,11 @@ def test_a_checkpoint_is_one_process_s_and_is_resumed_by_any_number(model: Path,
         assert found["names"]
         assert found["same"] == 0
         assert max(found["by one"], found["of one"]) < ROUNDING
+
+
+def test_the_first_one_publishes(model: Path, tmp_path: Path) -> None:
+    with LocalHub() as hub:
+        assert run_ranks(2, checks.published, model, MEMORY, tmp_path, hub.endpoint) == [1, 0]
 
 
 def test_fabric_s_are_equal_too(model: Path, tmp_path: Path) -> None:
