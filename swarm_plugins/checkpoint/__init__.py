@@ -7,6 +7,7 @@ byte range; `partition` maps tensors to blocks, `loading` fills HF's own classes
 from __future__ import annotations
 
 from swarm_plugins.checkpoint.headers import TensorInfo
+from swarm_plugins.checkpoint.hollow import keep_from_ddp
 from swarm_plugins.checkpoint.loading import model_from_tensors
 from swarm_plugins.checkpoint.partition import (
     block_fingerprints,
@@ -25,6 +26,7 @@ __all__ = [
     "block_tensors",
     "client_tensors",
     "find_layers",
+    "keep_from_ddp",
     "layer_list_name",
     "layer_prefix",
     "model_from_tensors",

@@ -99,7 +99,10 @@ def _remade(
 
 
 def keep_from_ddp(model: nn.Module) -> None:
-    """Has DistributedDataParallel, as accelerate and transformers wrap models in it, leave hollow weights alone."""
+    """Has DistributedDataParallel leave hollow weights alone, when accelerate or a Trainer wraps a module in it.
+
+    Models on a swarm and offloaded ones are ready, with PEFT's adapters too; a module around one has to be made so.
+    """
     model._ddp_params_and_buffers_to_ignore = _HollowNames(model)  # type: ignore[assignment]  # DDP's own name
 
 

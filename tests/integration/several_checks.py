@@ -22,7 +22,8 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, SwarmStrategy
+from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, HubAdapterCallback, SwarmStrategy
+from swarm_plugins.strategy.swarm import gradients
 
 ROWS = torch.randint(3, 100, (48, 8), generator=torch.Generator().manual_seed(7))
 BATCH = 8
@@ -218,6 +219,27 @@ def loop(model: Path, place: dict[str, Any], devices: int, file: Path | None) ->
             fabric.save(file, state)
             fabric.load(file, state)
     return {name: one.detach().clone() for name, one in named.items()}
+
+
+def published(model: Path, place: dict[str, Any], folder: Path, endpoint: str) -> int:
+    """How many versions this process has published."""
+    world_size = dist.get_world_size()
+    as_torchrun(world_size, dist.get_rank())
+    publisher = HubAdapterCallback("me/adapter", on=["end"], endpoint=endpoint, token="any")
+    fit(model, place, world_size, folder=folder, callbacks=[publisher])
+    return len(publisher.pushed)
+
+
+def averaged() -> list[Tensor | None]:
+    """Gradients after averaging: of all, of one process, of none, in bfloat16; in several buckets."""
+    mine = dist.get_rank()
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=kind)) for kind in (torch.float32,) * 3 + (torch.bfloat16,)]
+    for index, one in enumerate(parameters):
+        if index != 2 and (index != 1 or mine == 0):
+            one.grad = torch.full_like(one, 1.0 + 2 * mine)
+    gradients._BUCKET_BYTES = 12
+    gradients.average_gradients(parameters)
+    return [one.grad for one in parameters]
 
 
 def refusals(model: Path, place: dict[str, Any], other: Path) -> dict[str, str]:

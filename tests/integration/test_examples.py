@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parent.parent.parent
 TEXT = ROOT / "examples" / "data" / "gettysburg.txt"
 FABRIC = Path(sys.executable).with_name("fabric")
+SWARM = Path(sys.executable).with_name("swarm")
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 END_S = 200.0
 
@@ -65,7 +66,7 @@ def fabric_run(*options: str) -> list[str | Path]:
 
 
 def numbers(pattern: str, said: str) -> list[float]:
-    return [float(number) for number in re.findall(pattern, said)]
+    return [float(number) for number in re.findall(pattern, said, re.MULTILINE)]
 
 
 def tensor_names(adapter: Path) -> set[str]:
@@ -172,6 +173,19 @@ def test_fabric_run_starts_two_processes(tiny_mixtral: Path, peers: Mapping[str,
     said = run(tmp_path, *fabric_run("--devices=2"), *options, "--steps", "4", environment=peers)
     assert len(numbers(r"step 4: held-out loss ([\d.]+)", said)) == 1
     assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["adapter", "last.ckpt"]
+
+
+def test_swarm_fit_serves_once_for_two_processes(tiny_mixtral: Path, tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "lora_sotu.yaml"
+    options = {
+        "--local-swarm": 2, "--model.base": tiny_mixtral, "--data.dataset": TEXT, "--data.length": 16,
+        "--trainer.accelerator": "cpu", "--trainer.devices": 2, "--trainer.max_steps": 2,
+        "--trainer.val_check_interval": 1.0,
+    }  # fmt: skip
+    command = [SWARM, "fit", "--config", recipe, *(str(word) for pair in options.items() for word in pair)]
+    said = run(tmp_path, *command, environment={"SWARM_INITIAL_PEERS": ""})
+    assert len(numbers(r"^train_loss ([\d.]+), saved in ", said)) == 1
+    assert [path.name for path in (tmp_path / "runs" / "lora_sotu").glob("adapter*")] == ["adapter"]
 
 
 def launched(num_processes: int, program: str) -> list[str | Path]:

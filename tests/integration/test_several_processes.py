@@ -11,6 +11,7 @@ import several_checks as checks
 import trainer_kit
 from parallel_kit import run_ranks
 
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
@@ -51,6 +52,11 @@ def test_so_are_other_places_adapters_and_precisions(results: list[list[dict[str
         assert max(one[index].values()) < allowed
 
 
+def test_gradients_are_means_and_what_no_process_uses_has_none() -> None:
+    for found in run_ranks(2, checks.averaged):
+        assert [None if one is None else one.tolist() for one in found] == [[2.0] * 3, [0.5] * 3, None, [2.0] * 3]
+
+
 def test_three_processes_too(model: Path) -> None:
     # Batches of 2 rows instead of 8: those of one process are no multiple of three.
     for found in run_ranks(3, checks.odd_data, model, MEMORY):
@@ -63,6 +69,11 @@ def test_a_checkpoint_is_one_process_s_and_is_resumed_by_any_number(model: Path,
         assert found["names"]
         assert found["same"] == 0
         assert max(found["by one"], found["of one"]) < ROUNDING
+
+
+def test_the_first_one_publishes(model: Path, tmp_path: Path) -> None:
+    with LocalHub() as hub:
+        assert run_ranks(2, checks.published, model, MEMORY, tmp_path, hub.endpoint) == [1, 0]
 
 
 def test_fabric_s_are_equal_too(model: Path, tmp_path: Path) -> None:

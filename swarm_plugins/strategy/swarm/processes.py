@@ -23,7 +23,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.errors import ConfigError, SwarmError, TransportError, one_line
 from swarm_plugins.parallel.agreement import agree, translated
 from swarm_plugins.strategy.swarm.gradients import average_gradients, send_from_first
 from swarm_plugins.strategy.swarm.inspection import base_versions
@@ -124,13 +124,20 @@ class Processes:
         if not self.is_distributed:
             return
         device = self.root_device
-        with translated("meeting the others"):
+        try:
             _init_dist_connection(
                 self.cluster_environment,
                 _get_default_process_group_backend_for_device(device),
                 timeout=timedelta(seconds=self.timeout_s),
                 device_id=None if device.type == "cpu" else device,
             )
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.global_rank} did not meet all {self.world_size} processes at "
+                f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port} within "
+                f"{self.timeout_s:g} s: start all of them, or name a free port in MASTER_PORT "
+                f"({one_line(error, max_chars=160)})"
+            ) from error
 
     @contextlib.contextmanager
     def together(self, plan: str = "") -> Iterator[None]:

@@ -76,7 +76,7 @@ class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
             check_batches("train", counts, self.root_device, "gradients of all of them are averaged in each step")
 
     def post_backward(self, closure_loss: Any) -> None:
-        """Averages gradients over the processes, before hooks, clipping and the optimizer see them."""
+        """Averages gradients over the processes, before clipping and the optimizer."""
         self.average([one for one in self._module.parameters() if one.requires_grad])
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight, hollow_tensor, is_hollow
+from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight, hollow_tensor, is_hollow, keep_from_ddp
 from swarm_plugins.errors import UnsupportedError
 
 
@@ -103,3 +103,21 @@ def test_copies_stay_hollow(linear: nn.Module, copied: Callable[[nn.Module], nn.
     assert twin.weight.untyped_storage().nbytes() == 4
     assert twin.weight.requires_grad
     assert torch.equal(twin.bias, linear.bias)
+
+
+def test_ddp_leaves_hollow_weights_alone_under_the_names_they_have_by_then(linear: nn.Module) -> None:
+    inner = nn.Sequential(linear, nn.BatchNorm1d(200))
+    keep_from_ddp(inner)
+    inner.add_module("0", nn.Sequential(linear))  # as PEFT puts a layer around another
+
+    def left_alone(model: nn.Module) -> set[str]:
+        return set(model._ddp_params_and_buffers_to_ignore)  # type: ignore[arg-type]  # what DDP does
+
+    names = {name for name in left_alone(inner) if not name.startswith("base_model.")}
+    assert "0.0.weight" in names
+    assert not names & {"0.0.bias", "1.weight", "1.running_mean"}
+    assert {f"base_model.model.{name}" for name in names} < left_alone(inner)
+    twin = copy.deepcopy(inner)
+    del inner
+    assert "0.0.weight" in left_alone(twin)
+    assert "0.0.weight" in left_alone(pickle.loads(pickle.dumps(twin)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.fabric.plugins.precision as fabric_precision
 import lightning.pytorch.plugins.precision as trainer_precision
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
-from swarm_plugins import FabricSwarmStrategy, SwarmConfig, SwarmStrategy
+from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, SwarmConfig, SwarmStrategy
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.strategy.swarm import processes
 
@@ -54,6 +56,20 @@ def test_it_takes_the_device_that_the_accelerator_gives(cls: Any) -> None:
 def test_several_processes_of_a_run_with_others_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"run 'ours' has one process of each peer, got 2: .* or leave out run_id"):
         Trainer(strategy=SwarmStrategy(run_id="ours"), accelerator="cpu", devices=2, logger=False)
+
+
+def test_fabric_has_to_launch_several_processes(tiny_mixtral: Path) -> None:
+    fabric = Fabric(strategy=FabricSwarmStrategy(offload="none"), accelerator="cpu", devices=2)
+    model = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, offload="none")
+    with pytest.raises(ConfigError, match=r"devices=2 needs fabric\.launch\(\)"):
+        fabric.setup_module(model)
+
+
+def test_one_process_is_numbered_as_ever() -> None:
+    trainer = Trainer(strategy="swarm", accelerator="cpu", devices=1, logger=False)
+    assert (trainer.world_size, trainer.global_rank, trainer.is_global_zero) == (1, 0, True)
+    assert trainer.strategy.launcher is None
+    assert not trainer._accelerator_connector.is_distributed
 
 
 def test_several_processes_in_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
