@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from swarm_plugins.adapter_saves import sign_adapters
 from swarm_plugins.backbone.attention import refuse_continuous_batching, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
+from swarm_plugins.backbone.own_cache import own_cache_name, take_common_cache
 from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.backbone.saving import save_only_what_is_here
 from swarm_plugins.checkpoint import (
@@ -30,11 +31,11 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.hollow import keep_from_ddp
-from swarm_plugins.checkpoint.loading import config_for, take_generation_config
+from swarm_plugins.checkpoint.loading import config_for, leave_unscaled, take_generation_config
 from swarm_plugins.checkpoint.outline import build_outline
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.checkpoint.ties import untie
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.weights.heads import quicken_head
 from swarm_plugins.weights.published.placing import place, plain_names
 from swarm_plugins.weights.published.weights import Published
@@ -69,6 +70,7 @@ def load_remote(
         del config.quantization_config
     for setting, value in config_changes.items():
         setattr(config, setting, value)
+    leave_unscaled(config)
     outline = build_outline(base_class, config, torch.float32, name)
     path, conversions = layer_list_name(outline), Conversions(outline)
     # Not the tower of a checkpoint whose language model alone is asked for.
@@ -102,6 +104,14 @@ def load_remote(
     # Not by the model's method, which refuses families without an interface for attention: theirs is never called.
     has_images = decoder is not model.base_model
     decoder.config._attn_implementation = register_attention(attention, has_images=has_images)
+    stack.own_cache = own_cache_name(checkpoint.config, decoder)
+    if stack.own_cache is not None:
+        take_common_cache(model, decoder.config, stack.own_cache)
+    if local and (stack.own_cache is not None or hasattr(decoder, "_setup_cache")):
+        raise UnsupportedError(
+            f"local_blocks={stack.local_blocks} cannot work with {type(model).__name__}, whose states are not in a "
+            "cache of transformers: leave all blocks to servers (local_blocks=(0, 0))"
+        )
     stack.watch(decoder)
     if not local:
         # transformers refuses drafts for models with states; servers take states back.

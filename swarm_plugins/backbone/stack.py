@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import _active_collector
 from swarm_plugins.backbone.adapter_reader import AdapterReader
 from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
 from swarm_plugins.backbone.cache import note_failure, run_cached
+from swarm_plugins.backbone.own_cache import CacheSwap
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, is_same
 from swarm_plugins.borders import NO_TIES, nearest_border
@@ -81,6 +82,8 @@ class RemoteStack:
         """Of their decoder."""
         self.num_returned = 0
         """How many values the model expects its layers to return in a tuple; 0: a tensor alone."""
+        self.own_cache: str | None = None
+        """By which name the decoder takes a cache of its own kind. None: it takes one of transformers."""
         self.takes_ids = False
         """Whether layers are given the ids of tokens."""
         self.columns = Columns()
@@ -173,16 +176,22 @@ class RemoteStack:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # With it, some families go on between two layers with the last tokens only; their heads cut again.
         kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
-        self._local.called_with = by_name(type(decoder), args, kwargs)
+        self._local.called_with = called_with = by_name(type(decoder), args, kwargs)
         self._local.decoder = decoder
+        if self.own_cache is not None:
+            self._local.swap = swap = CacheSwap(self.own_cache, called_with, decoder)
+            self._local.called_with = swap.called_with
+            return (), swap.without
         return args, kwargs
 
-    def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         called_with, self._local.called_with, self._local.running = self._called_with or {}, None, None
-        self._local.decoder = None
+        swap: CacheSwap | None = getattr(self._local, "swap", None)
+        self._local.decoder = self._local.swap = None
         cache = next((value for value in called_with.values() if isinstance(value, Cache)), None)
         if output is None and cache is not None:  # it has raised
             note_failure(cache)
+        return output if swap is None else swap.put_into(output)
 
     def run_block(self, index: int, hidden: Tensor, cache: Cache | None, arguments: Arguments) -> Tensor:
         """Returns the output of one block; the first of a pass runs them all.
@@ -212,7 +221,8 @@ class RemoteStack:
             alone = range(index, index + 1)
             blocks = next((chain for chain in self.chains if chain.start == index), alone)
             named = {name: value for name, value in arguments.items() if isinstance(name, str)}
-            running = self._run(blocks, hidden, cache, self._called_with or named)
+            swap: CacheSwap | None = getattr(self._local, "swap", None)
+            running = self._run(blocks, hidden, swap.cache if swap else cache, self._called_with or named)
         return self._hand_on(running, index)
 
     def _hand_on(self, running: _Running, index: int) -> Tensor:

@@ -64,13 +64,18 @@ class Passing(nn.Module):
 class SkippedBlock:
     """Replaces a block in one call: passes the hidden states on in the form that the model's layers return."""
 
-    def __init__(self, original: nn.Module, num_returned: int) -> None:
+    def __init__(self, original: nn.Module, num_returned: int, handed: int | str | None = None) -> None:
         self._original = original
         self._num_returned = num_returned
+        self._handed = handed
+        """The argument that layers return behind hidden states."""
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Passes the hidden states on."""
-        return as_returned(hidden_states, self._num_returned)
+        returned = as_returned(hidden_states, self._num_returned)
+        if self._handed is None or self._num_returned < 2:
+            return returned
+        return (hidden_states, arguments_of(args, kwargs).get(self._handed), *returned[2:])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -122,7 +127,7 @@ class Exit:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Reports its input, and passes it on."""
         self._seen(hidden_states, arguments_of(args, kwargs))
-        return self._skipped(hidden_states)
+        return self._skipped(hidden_states, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._skipped, name)

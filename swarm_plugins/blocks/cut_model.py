@@ -19,6 +19,7 @@ from swarm_plugins.blocks.attending import SDPA
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, Given, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
+from swarm_plugins.blocks.keepers import Keeper
 from swarm_plugins.blocks.masks import masks_of
 from swarm_plugins.blocks.own_layers import OwnLayers
 from swarm_plugins.blocks.packed import PACKED, PackedPast, Packing, packed_past, padding_of, rows_of
@@ -30,7 +31,7 @@ from swarm_plugins.borders import NO_TIES
 from swarm_plugins.columns import Columns
 from swarm_plugins.errors import ConfigError
 
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("past_key_values", "cache_params", "state")
 """Names of the argument that takes a cache."""
 
 
@@ -54,6 +55,10 @@ class CutModel:
     """What passes between blocks; see `probe`."""
     hidden_size: int
     """Its width; see `probe`."""
+    keeper: Keeper | None = None
+    """Of states that the family keeps by means of its own; see `probe`."""
+    handed: int | str | None = None
+    """The argument that layers return behind hidden states, if they hand on an object with states; see `probe`."""
 
     def __init__(
         self,
@@ -92,12 +97,12 @@ class CutModel:
         is_fused = all(isinstance(self._blocks[block], FusedBlock) for block in blocks)
         self._is_direct = is_fused and rotates_then_runs_blocks(model)
         known = inspect.signature(type(model).forward).parameters
-        self._cache_name = next((name for name in _CACHES if name in known), _CACHES[0])
+        self.cache_name = next((name for name in _CACHES if name in known), _CACHES[0])
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-        names = ("attention_mask", "position_ids", self._cache_name)
+        names = ("attention_mask", "position_ids", self.cache_name)
         self._names = [name for name in names if takes_all or name in known]
         """Arguments that the model's forward takes."""
-        self._tables: dict[tuple[int, int, int], list[Any]] = {}
+        self._tables: dict[tuple[int, int, int, int | str | None], list[Any]] = {}
         self._joined: dict[int, bool] = {}
         # Adapters name modules in every step; only existing ones are kept, so it is bounded.
         self._modules: dict[tuple[int, str], nn.Module] = {}
@@ -227,11 +232,26 @@ class CutModel:
         mask: Tensor | dict[str, Any] | None = None,
         positions: Tensor | None = None,
         past: Past | None = None,
-    ) -> None:
-        """Runs the model's forward on tokens, ``[B, S]``, with a call's table as it is."""
-        with self._calls.running(call):
-            arguments = {"attention_mask": mask, "position_ids": positions, self._cache_name: past}
-            self.model(input_ids=ids, use_cache=past is not None, **{k: arguments[k] for k in self._names})
+        *,
+        makes_cache: bool = False,
+    ) -> Any:
+        """Runs the model's forward on tokens, ``[B, S]``, with a call's table as it is; returns its output.
+
+        With ``makes_cache`` the model makes a cache of its own kind.
+        """
+        uses_cache = makes_cache or past is not None
+        keeper = self.keeper
+        lent = past if keeper is None else keeper.lend(past, len(ids))
+        try:
+            with self._calls.running(call):
+                arguments = {"attention_mask": mask, "position_ids": positions, self.cache_name: lent}
+                output = self.model(input_ids=ids, use_cache=uses_cache, **{k: arguments[k] for k in self._names})
+            if keeper is not None and past is not None:
+                keeper.take(past, call.blocks, lent, output)
+        finally:
+            if keeper is not None:
+                keeper.restore()
+        return output
 
     def _between_borders(
         self, call: Call, hidden: Tensor, sides: Sequence[Tensor], seen: Callable[[Any], None]
@@ -268,9 +288,9 @@ class CutModel:
 
     def table(self, blocks: range) -> list[Any]:
         """Returns a call's table that runs ``blocks`` and skips all others."""
-        key = (blocks.start, blocks.stop, self.num_returned)
+        key = (blocks.start, blocks.stop, self.num_returned, self.handed)
         if key not in self._tables:
-            skipped = (SkippedBlock(layer, self.num_returned) for layer in self.layers)
+            skipped = (SkippedBlock(layer, self.num_returned, self.handed) for layer in self.layers)
             pairs = enumerate(zip(self._blocks, skipped, strict=True))
             self._tables[key] = [run if index in blocks else skip for index, (run, skip) in pairs]
         return self._tables[key]

@@ -32,7 +32,7 @@ class RewindError(ConfigError):
 
 
 States = dict[tuple[int, str, int], Tensor | OwnState]
-"""By block, kind (``conv``, ``recurrent``, ``own``) and number: a block may have several of a kind."""
+"""By block, kind (``conv``, ``recurrent``, ``kept``, ``own``) and number: a block may have several of a kind."""
 
 
 class KVPool:

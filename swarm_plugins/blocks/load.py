@@ -32,7 +32,7 @@ from swarm_plugins.checkpoint import (
     layer_prefix,
     model_from_tensors,
 )
-from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out
+from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, leave_unscaled
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
 _OTHER_TOKENS = {
     "moshi": "its attention leaves the window to the cache of transformers, and sees too much without it",
-    "recurrent_gemma": "its states lie in its modules, where sessions would share them",
 }
 """Families whose blocks would run, with other results."""
 ExpertsElsewhere = Callable[[int, nn.Module, nn.Module], object]
@@ -359,6 +358,7 @@ def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, flag, False):
             setattr(config, flag, False)
+    leave_unscaled(config)
     return config
 
 

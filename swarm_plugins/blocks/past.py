@@ -22,7 +22,7 @@ from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.own_layers import OWN, LayersView, OwnLayers, OwnState
 from swarm_plugins.errors import UnsupportedError
 
-CONV, RECURRENT = "conv", "recurrent"
+CONV, RECURRENT, KEPT = "conv", "recurrent", "kept"
 
 
 class Past(Cache):
@@ -67,6 +67,7 @@ class PlainPast(Past):
 
     has_previous_state = get_conv_state = update_conv_state = _refused
     get_recurrent_state = update_recurrent_state = update_indexer = _refused
+    get_kept = keep = _refused
 
 
 class StatefulPast(Past):
@@ -130,6 +131,14 @@ class StatefulPast(Past):
         before = self._get(key)
         found = self._new[key] = recurrent_states if before is None else recurrent_states.to(before.dtype)
         return found
+
+    def get_kept(self, block: int, number: int) -> Tensor | None:
+        """Returns a state that the family keeps by means of its own, ``[B, ...]``; see `keepers`."""
+        return self._get((block, KEPT, number))
+
+    def keep(self, block: int, number: int, state: Tensor) -> None:
+        """Takes such a state as it is after the new tokens."""
+        self._new[block, KEPT, number] = state
 
     def _get(self, key: tuple[int, str, int]) -> Tensor | None:
         found = self._new.get(key)

@@ -146,6 +146,14 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     return config if type(config) is model_class.config_class else config.get_text_config(decoder=True)
 
 
+def leave_unscaled(config: PreTrainedConfig) -> None:
+    """Switches off that a model halves weights and hidden states every so many layers (RWKV, against overflows in
+    float16): layers apart from each other would not agree on it. What the model computes is the same.
+    """
+    if getattr(config, "rescale_every", 0):
+        config.rescale_every = 0  # type: ignore[attr-defined]
+
+
 def class_for_task(config: PreTrainedConfig, what: str, *tasks: Mapping[Any, Any]) -> type[PreTrainedModel]:
     """Returns the class that transformers' mappings of tasks have for a config: the one it names, or else the first.
 

@@ -13,6 +13,7 @@ from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.blocks.probing.arguments import mask_kinds, position_planes, takes_ids
 from swarm_plugins.blocks.probing.called import never_called
 from swarm_plugins.blocks.probing.form import learn_form
+from swarm_plugins.blocks.probing.keeping import learn_keeper
 from swarm_plugins.blocks.probing.layouts import layouts_of
 from swarm_plugins.blocks.probing.packs import packing_of, takes_several
 from swarm_plugins.blocks.probing.windows import with_windows
@@ -40,7 +41,7 @@ class Traits(NamedTuple):
 def probe(cut: CutModel) -> Traits:
     """Runs a model to learn what it caches and how sessions can share a forward.
 
-    Sets ``cut.columns``, ``cut.hidden_size``, ``cut.num_returned``, and ``cut.attention`` if it does not fit the model.
+    Sets ``cut.columns``, ``cut.hidden_size``, ``cut.num_returned``, ``cut.keeper``, ``cut.handed``, and ``cut.attention`` if it does not fit the model.
 
     Raises:
         UnsupportedError: If blocks depend on more than hidden states, or do without attention.
@@ -48,6 +49,7 @@ def probe(cut: CutModel) -> Traits:
     with torch.no_grad():
         hidden = learn_form(cut)
         are_ids_taken = takes_ids(cut, hidden)
+        learn_keeper(cut, hidden)
         layouts = layouts_of(cut, hidden)
         packing, kinds = packing_of(cut, layouts), mask_kinds(cut, hidden)
         return Traits(
