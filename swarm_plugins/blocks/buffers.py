@@ -88,4 +88,5 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values of codes."""
-    return torch.mul(codes, scales).to(dtype)
+    wide = codes.to(scales.dtype).mul_(scales)
+    return wide if wide.dtype == dtype else wide.to(dtype)

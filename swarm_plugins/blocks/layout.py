@@ -47,6 +47,10 @@ class BlockKV(NamedTuple):
             Heads(min(1, self.index_width), self.index_width, self.index_dtype),
         )
 
+    def coded(self) -> BlockKV:
+        """Returns the same with keys and values, if there are any, as codes."""
+        return self._replace(is_coded=self.key_heads > 0)
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row."""
