@@ -13,6 +13,8 @@ QUANTIZATIONS = ("none", *HOSTED_WIDTHS)
 """Known ways of a server to keep plain weights."""
 KV_BITS = (8,)
 """Widths of codes in which sessions may keep keys and values."""
+KV_CODE_BYTES, KV_SCALE_BYTES = 1, 4
+"""Of a value of a key in 8 bits, and of the scale of a token's whole key in one head."""
 KV_INT8 = "kv-int8"
 """How such sessions are announced, with how the weights are kept."""
 
