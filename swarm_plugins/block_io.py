@@ -24,6 +24,22 @@ Change = Callable[[Tensor], Tensor]
 
 PAGE_TOKENS = 64
 """Servers allocate caches for, and know the beginnings of sessions by, so many tokens of each row."""
+ROLLBACK_TOKENS = PAGE_TOKENS
+"""A session may go back by so many tokens to before its last step, although a window has left those before: drafts
+that are rejected, and steps that fail, reach no further."""
+
+
+def in_pages(tokens: int) -> int:
+    """Returns the tokens that whole pages for so many hold."""
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
+def kept_by_window(window: int) -> int:
+    """Returns the most tokens, in whole pages, that a sliding window keeps between single tokens.
+
+    What it sees, what a session may go back by, and what is left of a page.
+    """
+    return in_pages(window) + ROLLBACK_TOKENS + PAGE_TOKENS
 
 
 def page_size(tokens: int, limit: int) -> int:

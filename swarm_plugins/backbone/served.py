@@ -23,7 +23,8 @@ class ServedBlocks(NamedTuple):
     dtype: str
     """Compute dtype."""
     quantization: str
-    """Format of the weights: ``none``, ``int8``, ``int4`` or ``nf4``."""
+    """Format of the weights: ``none``, ``int8``, ``int4`` or ``nf4``; behind it or alone ``kv-int8``, where sessions
+    keep keys and values in 8 bits."""
 
 
 def served_blocks(model: nn.Module) -> list[ServedBlocks]:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from swarm_plugins.weights.names import KV_CODE_BYTES, KV_SCALE_BYTES
+
 _MOST = 127
 """The largest code."""
-CODE_BYTES = 1
-SCALE_BYTES = 4
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of one token of one row."""
         if self.is_coded:
-            return self.number * (self.width * CODE_BYTES + SCALE_BYTES)
+            return self.number * (self.width * KV_CODE_BYTES + KV_SCALE_BYTES)
         return self.number * self.width * self.dtype.itemsize
 
 
@@ -88,4 +88,5 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values of codes."""
-    return torch.mul(codes, scales).to(dtype)
+    wide = codes.to(scales.dtype).mul_(scales)
+    return wide if wide.dtype == dtype else wide.to(dtype)

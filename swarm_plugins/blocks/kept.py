@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from swarm_plugins.block_io import in_pages, kept_by_window
 from swarm_plugins.blocks.buffers import Buffer
-from swarm_plugins.blocks.layout import BlockKV, first_kept, in_pages, kept_by_window
+from swarm_plugins.blocks.layout import BlockKV, first_kept
 
 
 class Kept:

@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from swarm_plugins.block_io import in_pages
 from swarm_plugins.blocks.kept import Kept, Move
-from swarm_plugins.blocks.layout import BlockKV, in_pages
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.own_layers import OwnState
 from swarm_plugins.errors import CapacityError, ConfigError
 

@@ -8,12 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from swarm_plugins.block_io import PAGE_TOKENS
+from swarm_plugins.block_io import PAGE_TOKENS, ROLLBACK_TOKENS, kept_by_window
 from swarm_plugins.blocks.buffers import Heads
-
-ROLLBACK_TOKENS = PAGE_TOKENS
-"""So many tokens before its last step a session may go back to, although a window has left them: drafts that are
-rejected, and steps that fail, reach no further."""
 
 
 class BlockKV(NamedTuple):
@@ -47,6 +43,10 @@ class BlockKV(NamedTuple):
             Heads(min(1, self.index_width), self.index_width, self.index_dtype),
         )
 
+    def coded(self) -> BlockKV:
+        """Returns the same with keys and values, if there are any, as codes."""
+        return self._replace(is_coded=self.key_heads > 0)
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of one row."""
@@ -57,19 +57,6 @@ class BlockKV(NamedTuple):
     def is_plain(self) -> bool:
         """Whether it is keys and values, and nothing else."""
         return self.key_heads > 0 and self.slots == 1 and not (self.index_width or self.row_bytes or self.grown_bytes)
-
-
-def in_pages(tokens: int) -> int:
-    """Returns the tokens that whole pages for so many hold."""
-    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
-
-
-def kept_by_window(window: int) -> int:
-    """Returns the most tokens, in whole pages, that a window keeps between single tokens.
-
-    What it sees, what a session may go back by, and two pages that are used in part.
-    """
-    return in_pages(window) + ROLLBACK_TOKENS + PAGE_TOKENS
 
 
 def first_kept(window: int, length: int) -> int:

@@ -41,6 +41,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
+from swarm_plugins.weights.names import check_kv_bits
 from swarm_plugins.weights.published.placing import Placing, place, plain_names
 from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.published.widening import experts_only, widening_of
@@ -67,6 +68,7 @@ def load_span(
     quantization: str = "none",
     kernel: str | None = None,
     kv_bytes: int = DEFAULT_KV_BYTES,
+    kv_bits: int | None = None,
     pool: KVPool | None = None,
     offload: OffloadConfig | None = None,
     elsewhere: ExpertsElsewhere | None = None,
@@ -84,6 +86,7 @@ def load_span(
         kernel: How products with them are formed on a CPU: one of `swarm_plugins.weights.choice.candidates`. None: the
             first of them, without looking which is fast here.
         kv_bytes: Budget for the keys and values of all sessions.
+        kv_bits: 8: sessions keep them as codes. None: as wide as they are computed.
         pool: A budget that another span has, to share; ``kv_bytes`` is not used then.
         offload: Budgets of experts that stay on disk, to be read when tokens are routed to them; some blocks may have
             none. None: experts are loaded, which a quantized store's cannot be.
@@ -102,7 +105,7 @@ def load_span(
     """
     if blocks.step != 1 or not blocks:
         raise ConfigError(f"blocks must be a non-empty range of consecutive indices, got {blocks}")
-    check_quantization(quantization)
+    _check_widths(quantization, kv_bits)
     tied = tied_blocks(checkpoint.config)
     check_borders(blocks, tied, num_blocks_of(checkpoint.config))
     pool = pool or KVPool(kv_bytes)
@@ -143,12 +146,20 @@ def load_span(
         for block, name in moe.paths.items():
             elsewhere(block, model.get_submodule(name.removeprefix(prefix)), moe.outline.get_submodule(name))
     cut = CutModel(model, path, blocks, wanted, tied)
-    return Span(cut, _probed(cut), pool, experts)
+    return Span(cut, _probed(cut, kv_bits), pool, experts)
 
 
-def _probed(cut: CutModel) -> Traits:
+def _check_widths(quantization: str, kv_bits: int | None) -> None:
+    check_quantization(quantization)
+    check_kv_bits(kv_bits)
+
+
+def _probed(cut: CutModel, kv_bits: int | None) -> Traits:
     try:
-        return probe(cut)
+        traits = probe(cut)
+        if kv_bits is None:
+            return traits
+        return traits._replace(kv_layouts={block: one.coded() for block, one in traits.kv_layouts.items()})
     except SwarmError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:

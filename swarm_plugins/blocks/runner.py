@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import PAGE_TOKENS, SpanInputs, SpanOutputs
+from swarm_plugins.block_io import PAGE_TOKENS, SpanInputs, SpanOutputs, in_pages
 from swarm_plugins.blocks.kv import KVCache
-from swarm_plugins.blocks.layout import BlockKV, SessionBytes, in_pages
+from swarm_plugins.blocks.layout import BlockKV, SessionBytes
 from swarm_plugins.borders import NO_TIES
 
 

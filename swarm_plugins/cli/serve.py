@@ -28,7 +28,15 @@ _PANELS = {
     _MODEL: ("revision", "num_blocks", "slice"),
     "How weights are kept": ("device", "dtype", "quantization", "kernel", "offload"),
     _NETWORK: tuple(field.name for field in dataclasses.fields(NodeConfig)),
-    "Memory": ("kv_bytes", "share_prefixes", "activation_bytes", "adapter_bytes", "request_bytes", "run_bytes"),
+    "Memory": (
+        "kv_bytes",
+        "kv_bits",
+        "share_prefixes",
+        "activation_bytes",
+        "adapter_bytes",
+        "request_bytes",
+        "run_bytes",
+    ),
     "What clients may use": ("points", "max_batch_tokens", "max_session_tokens", "drain_s"),
 }
 

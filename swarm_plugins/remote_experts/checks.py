@@ -98,7 +98,7 @@ class HolderGuard(CheckingGuard):
                 sample.expert,
                 part=request.slice,
                 dtype=kind.torch_dtype,
-                quantization=kind.quantization,
+                quantization=kind.weights,
             )
             try:
                 grad = None if sample.grad is None else sample.grad.to(kind.torch_dtype)

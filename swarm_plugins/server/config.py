@@ -10,7 +10,7 @@ from swarm_plugins.borders import NO_TIES, check_borders, nearest_border, pieces
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.weights.names import KERNELS, QUANTIZATIONS
+from swarm_plugins.weights.names import KERNELS, QUANTIZATIONS, check_kv_bits
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_REQUEST_BYTES = 16 << 20
@@ -69,6 +69,10 @@ class ServeConfig(NodeConfig):
 
     kv_bytes: int = 1 << 30
     """Memory for the keys and values of all sessions."""
+
+    kv_bits: int | None = None
+    """8: sessions keep keys and values as codes of 8 bits, with a scale for each token of each head: up to four times
+    as many tokens in the same memory, with a small error. None: as wide as blocks compute."""
 
     share_prefixes: bool = False
     """Whether clients get what others' sessions have begun with, and do not wait for it to be computed again. How soon
@@ -133,6 +137,7 @@ class ServeConfig(NodeConfig):
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ConfigError(f"unknown kernel {self.kernel!r}; known: {', '.join(KERNELS)}")
+        check_kv_bits(self.kv_bits)
         self._check_experts()
         self._check_numbers()
 
@@ -179,9 +184,19 @@ class ServeConfig(NodeConfig):
             )
         if self.offload is not None and held is None:
             raise ConfigError("offload is given and no expert is held here: leave it out, or name experts to hold")
-        if self.is_holder and self.blocks is None and self.part is None:
+        if self.is_holder:
+            self._check_holder()
+
+    def _check_holder(self) -> None:
+        """Checks what is given where only experts are served."""
+        if self.blocks is None and self.part is None:
             raise ConfigError("experts are given without blocks: name the blocks that they belong to")
-        if self.is_holder and self.adapters:
+        if self.kv_bits is not None:
+            raise ConfigError(
+                f"kv_bits is {self.kv_bits} and only experts are served, which have no sessions: give it where the "
+                "blocks are"
+            )
+        if self.adapters:
             raise ConfigError("adapters are given and only experts are served: preload them where the blocks are")
 
     def _span_choices(self) -> Iterator[str]:

@@ -25,6 +25,7 @@ from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.identity import Identity, new_identity
+from swarm_plugins.weights.names import announced
 
 
 class InProcessSwarm:
@@ -36,6 +37,7 @@ class InProcessSwarm:
         dtype: Compute dtype of the servers. None: the checkpoint's.
         device: Where the servers compute.
         quantization: How they keep weights, as for `swarm serve`.
+        kv_bits: How sessions keep keys and values, likewise.
         config: How the client behaves.
         offload: Budgets of experts that each server leaves on disk. None: they are loaded.
     """
@@ -48,6 +50,7 @@ class InProcessSwarm:
         dtype: torch.dtype | None = None,
         device: str = "cpu",
         quantization: str = "none",
+        kv_bits: int | None = None,
         config: SwarmConfig | None = None,
         offload: OffloadConfig | None = None,
     ) -> None:
@@ -56,6 +59,7 @@ class InProcessSwarm:
         self.dtype = dtype
         self.device = device
         self.quantization = quantization
+        self.kv_bits = kv_bits
         self.offload = offload
         # By default the same bits each time, whatever servers took before.
         self.config = config or SwarmConfig(micro_batches=1)
@@ -109,6 +113,7 @@ class InProcessSwarm:
             dtype=self.dtype,
             device=self.device,
             quantization=self.quantization,
+            kv_bits=self.kv_bits,
             offload=self.offload,
         )
         span = self.prepare(peer, span)
@@ -128,8 +133,8 @@ class InProcessSwarm:
             mobility="loads-first",
             pushes=True,
         )
-        if self.quantization != "none":
-            service.describe(quantization=self.quantization)
+        if self.quantization != "none" or self.kv_bits is not None:
+            service.describe(quantization=announced(self.quantization, self.kv_bits))
         return service
 
     @property

@@ -69,7 +69,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dtype: str
     """What it says it computed in."""
     quantization: str
-    """How it says it keeps its weights."""
+    """How it says it keeps its weights, and keys and values of sessions."""
     history: ShortBytes = b""
     """Of a step of a session: hash of the session's opening and of all requests before this one. Empty if the server
     does not vouch for them: an older server, or one that has failed at a step, or signed none for it."""

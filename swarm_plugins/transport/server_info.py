@@ -35,7 +35,8 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     dtype: str
     """Compute dtype, such as ``float32``."""
     quantization: str
-    """``none``, ``int8``, ``int4`` or ``nf4``."""
+    """``none``, ``int8``, ``int4`` or ``nf4``, or how the weights were published; behind it or alone ``kv-int8``, where
+    sessions keep keys and values in 8 bits."""
     state: Literal["joining", "online", "draining", "stuck"] = "online"
     """``draining``: open sessions go on, new ones are refused, and the server ends soon. ``stuck``: its compute thread
     does not get on with its work."""

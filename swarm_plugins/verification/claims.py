@@ -47,6 +47,8 @@ class Claim:
     forward: ForwardRequest
     outputs: ForwardResponse
     """The answer to the forward: before a backward that does not name its graph, perhaps of another server."""
+    is_session: bool = False
+    """Whether the answer is that of a session, which the forward repeats."""
     backward: tuple[BackwardRequest, BackwardResponse] | None = None
     """None: the claim is about the forward."""
 
@@ -142,8 +144,9 @@ class Claim:
     def comparison(self, *, is_mixture: bool) -> Comparison:
         """Returns how to compare the answer."""
         wire = str(self.forward.hidden.dtype).removeprefix("torch.")
+        precision = self.kind.session_precision if self.is_session else self.kind.precision
         return Comparison(
-            precision=coarsest([self.kind.precision, wire, self.forward.reply_codec]),
+            precision=coarsest([precision, wire, self.forward.reply_codec]),
             is_mixture=is_mixture,
             num_blocks=len(self.blocks),
             mask=self.forward.attention_mask,

@@ -125,6 +125,7 @@ class Examiner:
             adapters=copied(call.adapters),
             forward=forward,
             outputs=ForwardResponse(hidden=response.hidden),
+            is_session=True,
         )
         if not claim.is_as_sent:
             raise UncheckableError("the session's adapters have changed since")
@@ -182,7 +183,7 @@ class Examiner:
         same = []
         for entry in self._view.usable({claim.peer}):
             info, blocks = self._view.said(entry.peer), claim.blocks
-            is_same = info is not None and Kind(info.dtype, info.quantization) == claim.kind
+            is_same = info is not None and claim.kind.computes_like(Kind(info.dtype, info.quantization))
             if is_same and entry.start <= blocks.start and blocks.stop <= entry.end:
                 same.append(entry.peer)
         secrets.SystemRandom().shuffle(same)

@@ -23,8 +23,9 @@ from swarm_plugins.borders import pieces, tied_blocks, tied_inside
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.errors import ProtocolError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.verification.scores import coarsest
 from swarm_plugins.versions import ModelVersion
-from swarm_plugins.weights.names import QUANTIZATIONS
+from swarm_plugins.weights.names import KV_INT8, QUANTIZATIONS, parts_of
 from swarm_plugins.weights.published.methods.known import is_published_name
 from swarm_plugins.weights.published.weights import Published
 
@@ -48,11 +49,31 @@ class Kind:
 
     dtype: str
     quantization: str
+    """As it is announced: how weights are kept, and keys and values."""
+
+    @property
+    def weights(self) -> str:
+        """How weights are kept."""
+        return parts_of(self.quantization)[0]
+
+    @property
+    def kv_bits(self) -> int | None:
+        """Bits of keys and values in sessions; None: as wide as they are computed."""
+        return parts_of(self.quantization)[1]
 
     @property
     def precision(self) -> str:
         """What decides how far two honest computations may differ."""
-        return self.dtype if self.quantization == "none" else "quantized"
+        return self.dtype if self.weights == "none" else "quantized"
+
+    @property
+    def session_precision(self) -> str:
+        """The same for steps of sessions."""
+        return coarsest([self.precision, *([] if self.kv_bits is None else [KV_INT8])])
+
+    def computes_like(self, other: Kind) -> bool:
+        """Returns whether both give the same for requests without a session."""
+        return (self.dtype, self.weights) == (other.dtype, other.weights)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,7 +83,7 @@ class Kind:
             UnsupportedError: If it is not a floating type that blocks compute in.
         """
         found = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.dtype)
-        is_known = self.quantization in QUANTIZATIONS or is_published_name(self.quantization)
+        is_known = self.weights in QUANTIZATIONS or is_published_name(self.weights)
         if found is None or not is_known:
             raise UnsupportedError(
                 f"blocks of {self.dtype!r}, quantized {self.quantization!r}, cannot be computed here"
@@ -205,13 +226,13 @@ class LocalBlocks:
 
             checkpoint = self._opened()
             published = Published.of(checkpoint)
-            if (published is None) == is_published_name(kind.quantization) or (
-                published is not None and published.name != kind.quantization
+            if (published is None) == is_published_name(kind.weights) or (
+                published is not None and published.name != kind.weights
             ):
                 stored = "wide" if published is None else f"published as {published.name}"
-                raise UncheckableError(f"{checkpoint.name} is {stored}, the server says {kind.quantization!r}")
-            quantization = kind.quantization if published is None else "none"
-            span = load_span(checkpoint, piece, dtype=kind.torch_dtype, quantization=quantization)
+                raise UncheckableError(f"{checkpoint.name} is {stored}, the server says {kind.weights!r}")
+            quantization = kind.weights if published is None else "none"
+            span = load_span(checkpoint, piece, dtype=kind.torch_dtype, quantization=quantization, kv_bits=kind.kv_bits)
             num_bytes = sum(tensor.nbytes for tensor in (*span.model.parameters(), *span.model.buffers()))
             while self._spans and sum(size for _, size in self._spans.values()) + num_bytes > self.limit_bytes:
                 self._spans.popitem(last=False)

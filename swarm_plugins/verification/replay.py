@@ -144,7 +144,9 @@ def _checked_session(evidence: Evidence, frames: SessionFrames) -> Replay:
         return functools.partial(_replay_session, opened, kind, used, found)
     forward = repeated_forward(session_history(opened, used), steps[-1], opened.version)
     outputs = ForwardResponse(hidden=found[-1])
-    claim = Claim(peer=evidence.peer, kind=kind, adapters=uses[-1].adapters, forward=forward, outputs=outputs)
+    claim = Claim(
+        peer=evidence.peer, kind=kind, adapters=uses[-1].adapters, forward=forward, outputs=outputs, is_session=True
+    )
     opening = _opening(evidence, forward, None)
     return functools.partial(_replay_opened_session, claim, opening, num_steps=len(steps))
 

@@ -24,9 +24,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "rotated8": 2.0**-7, "quantized": 2.0**-6}
+_UNITS = {
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "kv-int8": 1.5 * 2.0**-8,
+    "rotated8": 2.0**-7,
+    "quantized": 2.0**-6,
+}
 """Unit of rounding by the coarsest type that a tensor has passed through. ``quantized`` are weights,
-whose products differ from device to device."""
+whose products differ from device to device; ``kv-int8`` are sessions that keep keys and values in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ FORWARD = {
     "float32": Threshold(1e-4, 1e-3, 1e-4),
     "float16": Threshold(5e-3, 0.15, 2e-3),
     "bfloat16": Threshold(3e-2, 0.2, 3e-3),
+    # Keys and values in 8 bits against wide ones, as where one forward repeats a session: 1.8e-2 / 4.4e-2 / 8e-4.
+    "kv-int8": Threshold(6e-2, 0.3, 5e-3),
     "rotated8": Threshold(6e-2, 0.5, 1e-2),
     # Products with weights in int8 and in float32 differ by 0.1 / 0.3 / 2e-3.
     "quantized": Threshold(0.2, 0.9, 2e-2),

@@ -58,7 +58,7 @@ class Shadow:
         """What is too little to be compared yet."""
         self._caches = SessionCaches(blocks, kind, prefix)
         self._lock = asyncio.Lock()
-        self._precision = kind.precision
+        self._precision = kind.session_precision
         """The coarsest type on the way of any step."""
 
     @property

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from swarm_plugins.block_io import kept_by_window
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, Planned
 from swarm_plugins.offload.plan.sizes import ModelSizes
 from swarm_plugins.offload.text import format_offload
@@ -94,10 +95,20 @@ def _memory_table(planned: Planned) -> Table:
 
 def _session(planned: Planned) -> str:
     session = planned.plan.sizes.session
-    told = f"on servers, a session takes {format_bytes(session.token_bytes)} for each token of a row"
-    if not session.row_bytes:
+    wide = _token_bytes(session.token_bytes, session.window_token_bytes, session.window)
+    told = f"on servers, a session takes {wide}"
+    if session.row_bytes:
+        told += f", and {format_bytes(session.row_bytes)} for the row: its states now and before the last step"
+    coded = _token_bytes(session.coded_token_bytes, session.coded_window_token_bytes, session.window)
+    return f"{told}; with --kv-bits 8, {coded}" if session.coded_token_bytes < session.token_bytes else told
+
+
+def _token_bytes(whole: int, of_window: int, window: int) -> str:
+    told = f"{format_bytes(whole)} for each token of a row"
+    if not of_window:
         return told
-    return f"{told}, and {format_bytes(session.row_bytes)} for the row: its states now and before the last step"
+    kept = f"the last {kept_by_window(window)}"
+    return f"{told}, of which {'all' if of_window == whole else format_bytes(of_window)} only for {kept}"
 
 
 def _forecast_table(planned: Planned) -> Table:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from swarm_plugins.weights.names import KV_CODE_BYTES, KV_SCALE_BYTES
 
 
 class SessionSizes(NamedTuple):
@@ -17,6 +20,14 @@ class SessionSizes(NamedTuple):
     """Of one token: keys, values and an indexer's keys."""
     row_bytes: int
     """Of states of recurrences and convolutions, at any length: now, and before the last step."""
+    coded_token_bytes: int
+    """Of one token, with keys and values in 8 bits (``swarm serve --kv-bits 8``)."""
+    window: int = 0
+    """Tokens of a sliding window, after which servers free what ``window_token_bytes`` counts. 0: there is none."""
+    window_token_bytes: int = 0
+    """The part of ``token_bytes`` that is in blocks with a sliding window."""
+    coded_window_token_bytes: int = 0
+    """The same of ``coded_token_bytes``."""
 
 
 def session_sizes(model: PreTrainedModel) -> SessionSizes:
@@ -25,20 +36,44 @@ def session_sizes(model: PreTrainedModel) -> SessionSizes:
     Args:
         model: On the meta device; its forward needs no values.
     """
-    # Too few tokens to leave a sliding window, of which servers keep all.
-    two, three = (cache_bytes(model, tokens) for tokens in (2, 3))
+    # Too few tokens to leave a sliding window.
+    few, more = _layers(model, 2), _layers(model, 3)
+    two, three = _num_bytes(few), _num_bytes(more)
     token_bytes = three - two
-    return SessionSizes(token_bytes, 2 * (two - 2 * token_bytes))
+    sliding = [layer for layer in more if type(layer) is DynamicSlidingWindowLayer]
+    return SessionSizes(
+        token_bytes,
+        2 * (two - 2 * token_bytes),
+        coded_token_bytes=token_bytes - sum(map(_saved_bytes, more)),
+        window=max((layer.sliding_window for layer in sliding), default=0),
+        window_token_bytes=_num_bytes(sliding) // 3,
+        coded_window_token_bytes=_num_bytes(sliding) // 3 - sum(map(_saved_bytes, sliding)),
+    )
 
 
 def cache_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Returns what transformers' cache of a model on the meta device holds after so many tokens of one row."""
+    return _num_bytes(_layers(model, tokens))
+
+
+def _layers(model: PreTrainedModel, tokens: int) -> list[Any]:
     base: Any = model.base_model
     with torch.no_grad():
         output = base(input_ids=torch.zeros((1, tokens), dtype=torch.long, device="meta"), use_cache=True)
-    caches = [value for value in output.values() if isinstance(value, Cache)]
-    held = {id(tensor): tensor for cache in caches for layer in cache.layers for tensor in _floats(vars(layer))}
+    return [layer for value in output.values() if isinstance(value, Cache) for layer in value.layers]
+
+
+def _num_bytes(layers: Sequence[Any]) -> int:
+    held = {id(tensor): tensor for layer in layers for tensor in _floats(vars(layer))}
     return sum(tensor.nbytes for tensor in held.values())
+
+
+def _saved_bytes(layer: Any) -> int:
+    """Returns the bytes of a token that codes of keys and values save, with a scale for each head."""
+    pair = [one for one in (getattr(layer, "keys", None), getattr(layer, "values", None)) if one is not None]
+    return sum(
+        one.shape[1] * (one.shape[3] * (one.itemsize - KV_CODE_BYTES) - KV_SCALE_BYTES) for one in pair if one.ndim == 4
+    )
 
 
 def _floats(value: object) -> Iterator[Tensor]:

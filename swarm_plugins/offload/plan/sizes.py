@@ -70,7 +70,7 @@ class ModelSizes:
     cache_bytes: int
     """Of the cache of one row after ``context_tokens``: keys, values and states."""
     session: SessionSizes
-    """Of a row on servers, which drop nothing that has left a window."""
+    """Of a row on servers."""
     activation_bytes: int
     """Estimated memory of a forward over ``context_tokens`` in addition to weights and cache."""
     quantized_bits: Width | None = None

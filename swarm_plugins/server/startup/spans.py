@@ -62,6 +62,7 @@ class SpanLoader:
                 quantization=config.quantization,
                 kernel=self._kernel[0],
                 kv_bytes=config.kv_bytes,
+                kv_bits=config.kv_bits,
                 pool=self.pool,
                 offload=config.offload if self.elsewhere is None else None,
                 elsewhere=self.elsewhere,

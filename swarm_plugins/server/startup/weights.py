@@ -12,6 +12,7 @@ from swarm_plugins.offload.store.quantized_store import open_quantized
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.versions import ModelVersion
 from swarm_plugins.weights.choice import width_on
+from swarm_plugins.weights.names import announced
 from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.widths import Width
 
@@ -24,7 +25,8 @@ class HostedWeights(NamedTuple):
     version: ModelVersion
     """Of the weights as they were published."""
     quantization: str
-    """How they are kept: ``none``, a width, the widths of experts and others, or how they were published."""
+    """How they are kept: ``none``, a width, the widths of experts and others, or how they were published; and keys and
+    values of sessions, if these have few bits."""
 
 
 def hosted_weights(checkpoint: Checkpoint, config: ServeConfig) -> HostedWeights:
@@ -41,7 +43,7 @@ def hosted_weights(checkpoint: Checkpoint, config: ServeConfig) -> HostedWeights
     if store is None:
         published = Published.of(checkpoint)
         kept = _quantization(config) if published is None else published.name
-        return HostedWeights(checkpoint.version, kept)
+        return HostedWeights(checkpoint.version, announced(kept, config.kv_bits))
     base = store.manifest.base_version
     log.info("blocks of %s are announced as blocks of %s", checkpoint.name, base)
     if checkpoint.directory is None:
@@ -52,7 +54,8 @@ def hosted_weights(checkpoint: Checkpoint, config: ServeConfig) -> HostedWeights
             checkpoint.version,
             base,
         )
-    return HostedWeights(base, _widths(store.manifest.expert_bits, store.manifest.other_bits))
+    kept = _widths(store.manifest.expert_bits, store.manifest.other_bits)
+    return HostedWeights(base, announced(kept, config.kv_bits))
 
 
 def _quantization(config: ServeConfig) -> str:

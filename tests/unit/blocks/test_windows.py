@@ -11,10 +11,10 @@ from blocks_kit import BLOCKS, WIDTH, Pair, base, run_local, states
 from torch import Tensor
 from transformers import DynamicCache
 
-from swarm_plugins.block_io import PAGE_TOKENS
+from swarm_plugins.block_io import PAGE_TOKENS, ROLLBACK_TOKENS, kept_by_window
 from swarm_plugins.blocks import KVCache, StepInputs
 from swarm_plugins.blocks.kv import KVPool, RewindError
-from swarm_plugins.blocks.layout import ROLLBACK_TOKENS, BlockKV, SessionBytes, kept_by_window
+from swarm_plugins.blocks.layout import BlockKV, SessionBytes
 from swarm_plugins.errors import CapacityError
 
 # HF's cache drops other tokens than ours, which changes the order of sums.

@@ -39,7 +39,9 @@ def test_numbers_add_up_and_the_settings_can_be_given_to_run(mixtral: Path) -> N
     assert code == 0
     assert found["memory_bytes"] == memory
     # Two layers, keys and values of two heads of width 8 in float32.
-    assert sizes["session"] == {"token_bytes": 2 * 2 * 2 * 8 * 4, "row_bytes": 0}
+    session = sizes["session"]
+    assert (session["token_bytes"], session["row_bytes"], session["window"]) == (2 * 2 * 2 * 8 * 4, 0, 0)
+    assert session["coded_token_bytes"] == 2 * 2 * 2 * (8 + 4)
     assert sizes["expert_bytes"] == sum(layer["num_experts"] * layer["expert_bytes"] for layer in sizes["layers"])
     assert found["fits"] is True
     assert found["speeds"]["disk_source"] == "measured"
@@ -92,7 +94,8 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
     assert code == 0
     assert "8 experts in 2 layers" in out
     assert "keys and values of 2048 tokens" in out
-    assert "on servers, a session takes 256 B for each token of a row\n" in out
+    told = "on servers, a session takes 256 B for each token of a row; with --kv-bits 8, 96 B for each token of a row\n"
+    assert told in out
     assert "500 MB/s for experts one after the other (given)" in out
     assert "Everything fits" in out
     assert f"swarm run {mixtral} --offload fast=" in out

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
+from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs, in_pages
 from swarm_plugins.blocks.adapters.norms import NormedLayer
-from swarm_plugins.blocks.layout import BlockKV, in_pages
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.table import service_handlers

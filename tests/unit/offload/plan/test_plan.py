@@ -28,7 +28,7 @@ def sizes(**changes: Any) -> ModelSizes:
         "other_bytes": 100 * MB,
         "context_tokens": 1000,
         "cache_bytes": 20 * MB,
-        "session": SessionSizes(token_bytes=20_000, row_bytes=0),
+        "session": SessionSizes(token_bytes=20_000, row_bytes=0, coded_token_bytes=6_000),
         "activation_bytes": 5 * MB,
     }
     return ModelSizes(**{**values, **changes})

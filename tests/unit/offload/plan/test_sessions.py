@@ -10,17 +10,19 @@ import torch
 from transformers import AutoModelForCausalLM
 from type_models import save_type
 
+from swarm_plugins.block_io import kept_by_window
+from swarm_plugins.blocks.layout import SessionBytes
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.checkpoint.partition import num_blocks_of
-from swarm_plugins.offload.plan.sessions import SessionSizes, session_sizes
+from swarm_plugins.offload.plan.sessions import session_sizes
 from swarm_plugins.offload.plan.sizes import model_sizes
 
 # Of nemotron_h, one block of four attends, one keeps states, and two keep nothing.
 HYBRIDS = ("qwen3_5_moe_text", "nemotron_h")
 WITH_EXPERTS = (*HYBRIDS, "deepseek_v32")
-WITHOUT = ("llama", "gemma2", "mamba2", "falcon_h1")
+WITHOUT = ("llama", "gemma2", "mistral", "mamba2", "falcon_h1")
 
 
 @pytest.mark.parametrize("model_type", [*WITH_EXPERTS, *WITHOUT])
@@ -30,8 +32,16 @@ def test_a_session_takes_what_a_loaded_span_says(model_type: str, tmp_path: Path
         found = model_sizes(checkpoint, context_tokens=24).session
     else:
         found = session_sizes(meta_model(checkpoint.config, torch.float32))
-    with closing(load_span(checkpoint, range(num_blocks_of(checkpoint.config)))) as span:
-        assert found == SessionSizes(span.spec.kv_token_bytes, span.spec.kv_row_bytes)
+    blocks = range(num_blocks_of(checkpoint.config))
+    for kv_bits in (None, 8):
+        with closing(load_span(checkpoint, blocks, kv_bits=kv_bits)) as span:
+            on_server = span.spec.session_bytes(blocks)
+        coded = kv_bits is not None
+        whole = found.coded_token_bytes if coded else found.token_bytes
+        of_window = found.coded_window_token_bytes if coded else found.window_token_bytes
+        kept = kept_by_window(found.window) if found.window else 0
+        assert on_server == SessionBytes(whole - of_window, of_window, kept, found.row_bytes)
+    assert (found.window > 0) == (model_type in {"gemma2", "mistral"})
     assert (found.row_bytes > 0) == (model_type in {*HYBRIDS, "mamba2", "falcon_h1"})
 
 
