@@ -64,5 +64,10 @@ class ModelVersion:
         """Identifies the weights in comparisons, on the wire and in the DHT."""
         return self.revision
 
+    @property
+    def hub_tag(self) -> str:
+        """The tag on the Hub by which `find_adapters` finds adapters of this version."""
+        return f"swarm-base:{self.revision}"
+
     def __str__(self) -> str:
         return f"{self.name}@{self.revision}"

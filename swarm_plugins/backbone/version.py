@@ -42,18 +42,21 @@ def base_version(model: nn.Module) -> ModelVersion | None:
     Raises:
         CheckpointError: If the files of its directory can no longer be read.
     """
-    stack = stack_of(model)
-    if stack is not None:
-        return stack.version
-    marked = next(filter(None, map(marked_base, model.modules())), None)
-    if marked is not None:
-        return marked
+    loaded = loaded_version(model)
+    if loaded is not None:
+        return loaded
     name = _name_of(model)
     if not name:
         return None
     if _is_here(name):
         return Checkpoint.open(name).version
     return _hub_version(model, name)
+
+
+def loaded_version(model: nn.Module) -> ModelVersion | None:
+    """Returns the version of the base of a model that this package has loaded; None for others."""
+    stack = stack_of(model)
+    return next(filter(None, map(marked_base, model.modules())), None) if stack is None else stack.version
 
 
 def base_blocks(model: nn.Module) -> tuple[str, ...]:

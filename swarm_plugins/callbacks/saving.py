@@ -147,7 +147,7 @@ def _changes_embeddings(source: AdapterSource) -> bool:
     return any(name.split(".")[-1] in EMBEDDING_LAYER_NAMES for name in names)
 
 
-def manifest_of(source: AdapterSource, *, event: str, step: int, metrics: dict[str, float]) -> Manifest:
+def manifest_of(source: AdapterSource, *, event: str, step: int | None, metrics: dict[str, float]) -> Manifest:
     """Returns the content of ``swarm.json`` for the adapter as it is now."""
     spans = [
         ServedSpan(start=blocks.start, end=blocks.end, dtype=blocks.dtype, quantization=blocks.quantization)

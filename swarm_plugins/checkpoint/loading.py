@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from swarm_plugins.adapter_saves import sign_adapters
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, SwarmError, UnsupportedError
 from swarm_plugins.noise import quiet_transformers, without_bars
@@ -106,6 +107,7 @@ def _trimmed_class(
 
 def mark_base(model: PreTrainedModel, version: ModelVersion) -> None:
     """Notes in a model's decoder, whose weights are not trained, which version of a base it is."""
+    sign_adapters(model, version)
     model.base_model._swarm_base = version  # type: ignore[assignment]  # no tensor, no module
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from swarm_plugins.hub.manifest import Manifest
-from swarm_plugins.versions import ModelVersion
 
 _CLASSES = {
     "text-generation": "AutoModelForCausalLM",
@@ -34,11 +33,6 @@ class AdapterFacts:
     """Id of the dataset behind the metrics."""
     distillation: Mapping[str, Any] | None = None
     """How the adapter was distilled: ``config.distillation`` of its model. None: it was not."""
-
-
-def base_tag(version: ModelVersion) -> str:
-    """Returns the tag by which `find_adapters` finds adapters of a base version."""
-    return f"swarm-base:{version.revision}"
 
 
 def card_text(facts: AdapterFacts, manifest: Manifest) -> str:
@@ -144,7 +138,7 @@ def _tags(facts: AdapterFacts, manifest: Manifest) -> list[str]:
     if facts.base_model is not None:
         tags.append(f"base_model:adapter:{facts.base_model}")
     if manifest.base is not None:
-        tags.append(base_tag(manifest.base))
+        tags.append(manifest.base.hub_tag)
     return sorted(set(tags))
 
 

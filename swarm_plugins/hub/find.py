@@ -10,7 +10,6 @@ from typing import Literal
 from huggingface_hub import HfApi, ModelInfo
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
-from swarm_plugins.hub.card import base_tag
 from swarm_plugins.hub.download import ANSWER_S, read_file, repo_refs
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, Manifest, PeftFacts
@@ -81,7 +80,7 @@ def find_adapters(
     api = HfApi(endpoint=endpoint, token=token)
     if isinstance(base, ModelVersion):
         wanted: str | None = base.revision if revision is None else revision
-        tag = base_tag(base) if base.is_local else f"base_model:adapter:{base.name}"
+        tag = base.hub_tag if base.is_local else f"base_model:adapter:{base.name}"
     else:
         check_repo_id(base)
         wanted = revision if revision is None or _COMMIT.fullmatch(revision) else _resolved(api, base, revision)

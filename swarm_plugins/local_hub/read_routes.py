@@ -41,7 +41,10 @@ def _list_models(exchange: Exchange) -> None:
 
 def _facts(repo: Repo, commit: Commit | None) -> dict[str, Any]:
     """Returns the Hub's record of a model; tags and task come from its card."""
-    card = _card(commit.files.get("README.md")) if commit is not None else {}
+    files = commit.files if commit is not None else {}
+    # As the Hub concludes from PEFT's config, if the card says nothing else.
+    card = {"base_model_relation": "adapter"} if "adapter_config.json" in files else {}
+    card |= _card(files.get("README.md"))
     facts = {
         "id": repo.repo_id,
         "modelId": repo.repo_id,
