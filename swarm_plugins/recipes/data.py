@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,15 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from swarm_plugins.errors import ConfigError, one_line
-from swarm_plugins.recipes.rows import check_part, load_rows, one_part, split_by_document
+from swarm_plugins.recipes.packing import Packer
+from swarm_plugins.recipes.rows import (
+    DataFiles,
+    check_part,
+    load_rows,
+    one_part,
+    split_by_document,
+    spread_documents,
+)
 
 # Needs no files: 256 bytes and three special tokens.
 BYTES = "bytes"
@@ -30,17 +39,32 @@ class _RecipeData(pl.LightningDataModule):
         batch_size: int = 8,
         num_documents: int | None = None,
         part: str = "1/1",
+        name: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        revision: str | None = None,
+        data_files: DataFiles | None = None,
+        streaming: bool = False,
+        column: str | None = None,
+        across_documents: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("length", length), ("batch_size", batch_size)):
+        for argument, value in (("length", length), ("batch_size", batch_size)):
             if value < 1:
-                raise ConfigError(f"{name} must be 1 or more, got {value}")
+                raise ConfigError(f"{argument} must be 1 or more, got {value}")
         self.dataset = dataset
         self.length = length
         self.batch_size = batch_size
         self.num_documents = num_documents
         self.part = check_part(part)
+        self.split = split
+        self.val_split = val_split
+        self.column = column
+        self.across_documents = across_documents
         self._tokenizer_name = tokenizer
+        self._options: dict[str, Any] = {
+            "name": name, "revision": revision, "data_files": data_files, "streaming": streaming, "first": num_documents
+        }  # fmt: skip
         self._train: Any = None
         self._held_out: Any = None
 
@@ -73,7 +97,11 @@ class _RecipeData(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Loads and tokenizes the data, once."""
         if self._train is None:
-            train, held_out = split_by_document(load_rows(self.dataset, *self._columns()), self.num_documents)
+            rows = self._rows(self.split)
+            if self.val_split is None:
+                train, held_out = split_by_document(rows, self.num_documents)
+            else:
+                train, held_out = spread_documents(rows, self.num_documents), self._rows(self.val_split)
             train = one_part(train, *self.part)
             self._train, self._held_out = self._prepare(train), self._prepare(held_out)
 
@@ -83,8 +111,9 @@ class _RecipeData(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._held_out, batch_size=self.batch_size, collate_fn=self._collate)
 
-    def _columns(self) -> tuple[str, ...]:
-        return ("text",)
+    def _rows(self, split: str) -> Dataset:
+        required = () if self.column is None else (self.column,)
+        return load_rows(self.dataset, *required, split=split, **self._options)
 
     def _prepare(self, rows: Dataset) -> Any:
         raise NotImplementedError
@@ -94,59 +123,76 @@ class _RecipeData(pl.LightningDataModule):
 
 
 class TextData(_RecipeData):
-    """Running text in pieces of equal length; every eighth document is held out for validation.
+    """Running text, conversations, or prompts with completions, in pieces of equal length.
+
+    A column ``messages`` is read with the tokenizer's chat template and learned in the assistant's turns: where the
+    template says ``{% generation %}``, or else what each turn adds to the conversation before it. Of the columns
+    ``prompt`` and ``completion`` (texts, or messages), the completion is learned. Otherwise, or if ``column`` is given,
+    the rows are running text: rows of one ``document`` belong together, any other row is a document.
+
+    Pieces are packed without padding, and the documents of a piece do not attend to each other: the positions of each
+    begin at 0. (With soft prompts, for which PEFT takes no positions, and in models that take none, they do.) Running
+    text goes on in the next piece; conversations are whole, up to ``length``, and end tokens fill what is left of a
+    piece. Pieces are kept in the cache of datasets.
+
+    Every eighth document is held out for validation, unless ``val_split`` is given.
 
     Args:
-        dataset: ``sotu`` (addresses of US presidents), a file with a column ``text``, or an id on the Hub.
+        dataset: ``sotu`` (addresses of US presidents), a file, or what ``datasets.load_dataset`` takes: an id on the
+            Hub such as ``Salesforce/wikitext`` or ``allenai/c4``, a folder of files, ``json`` ...
         tokenizer: Directory or id of the tokenizer, or ``bytes`` for one token per byte. None: the base model's.
         length: Tokens in a piece.
         batch_size: Pieces in a batch.
-        num_documents: Documents to take, evenly spread. None: all.
+        num_documents: Documents to take, evenly spread; of a stream, the first ones. None: all.
         part: ``K/N``: train on every N-th document, from the K-th; for peers of a run. All have the same held-out ones.
+        name: Config of the data set, such as ``wikitext-2-raw-v1`` or ``en``.
+        split: Split to train on.
+        val_split: Split for validation. None: every eighth document of ``split``.
+        revision: Branch, tag or commit of the data set on the Hub.
+        data_files: Files of the data set to read, also by split.
+        streaming: Whether to read only the first ``num_documents`` rows over the network.
+        column: Column of running text. None: ``messages``, ``prompt`` and ``completion``, or ``text``.
+        across_documents: Whether running text attends to the documents before it in its piece, as in measures of
+            perplexity whose rows are lines.
     """
 
-    def _prepare(self, rows: Dataset) -> Tensor:
-        # Not verbose: documents may be longer than the model takes, pieces are not.
-        encoded = self.tokenizer(list(rows["text"]), verbose=False)["input_ids"]
-        end = int(self.tokenizer.eos_token_id or 0)
-        tokens = [token for row in encoded for token in (*row, end)]
-        num_pieces = len(tokens) // self.length
-        if num_pieces == 0:
+    def _prepare(self, rows: Dataset) -> Dataset:
+        pack = Packer(
+            self.tokenizer, self._read(rows.column_names), self.length, across_documents=self.across_documents
+        )
+        pieces = rows.map(pack, batched=True, remove_columns=rows.column_names, desc="tokenizing")
+        if len(pieces) == 0:
             raise ConfigError(
-                f"data set {self.dataset!r} gives {len(tokens)} tokens on one side of the split, fewer than one piece "
-                f"of length={self.length}; take more documents or shorter pieces"
+                f"data set {self.dataset!r} gives fewer than one piece of length={self.length} on one side of the "
+                "split, or nothing to learn; take more documents or shorter pieces"
             )
-        return torch.tensor(tokens[: num_pieces * self.length]).view(num_pieces, self.length)
+        return pieces.with_format("torch")
 
-    def _collate(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        pieces = torch.stack(batch)
-        return {"input_ids": pieces, "labels": pieces}
+    def _read(self, found: list[str]) -> tuple[str, ...]:
+        """Returns the columns to read."""
+        known = [("messages",), ("prompt", "completion"), ("text",)] if self.column is None else [(self.column,)]
+        for columns in known:
+            if set(columns) <= set(found):
+                return columns
+        raise ConfigError(
+            f"data set {self.dataset!r} has no column 'messages', 'prompt' and 'completion', or 'text'; it has "
+            f"{', '.join(found)}: name the one with the text as data.column"
+        )
+
+    def _collate(self, batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([piece[name] for piece in batch]) for name in batch[0]}
 
 
 class LabelledData(_RecipeData):
-    """Paragraphs with a class each; every eighth document is held out for validation.
+    """Paragraphs with a class each; every eighth document is held out for validation, unless ``val_split`` is given.
 
-    Args:
-        dataset: ``sotu`` (the class is the era of the address), a file with columns ``text`` and ``label``, or an id
-            on the Hub.
-        tokenizer: Directory or id of the tokenizer. None: the base model's.
-        length: Longest paragraph in tokens; longer ones are cut.
-        batch_size: Paragraphs in a batch.
-        num_documents: Documents to take, evenly spread. None: all.
-        part: ``K/N``: train on every N-th document, from the K-th; for peers of a run. All have the same held-out ones.
+    Arguments are those of [`TextData`][swarm_plugins.recipes.TextData], but ``dataset`` has a column ``label`` (of
+    ``sotu``, the class is the era of the address), ``column`` is that of the text (None: ``text``), paragraphs longer
+    than ``length`` are cut, and ``across_documents`` has no effect: each paragraph is a row of its own.
     """
 
-    def __init__(
-        self,
-        dataset: str = "sotu",
-        tokenizer: str | None = None,
-        length: int = 96,
-        batch_size: int = 16,
-        num_documents: int | None = None,
-        part: str = "1/1",
-    ) -> None:
-        super().__init__(dataset, tokenizer, length, batch_size, num_documents, part)
-        self.labels: list[str] = []
+    labels: Sequence[str] = ()
+    """The classes, once the data is set up."""
 
     def setup(self, stage: str) -> None:
         """Loads and tokenizes, once.
@@ -155,7 +201,8 @@ class LabelledData(_RecipeData):
             ConfigError: If the data set has fewer than two classes.
         """
         if self._train is None:
-            self.labels = sorted({str(label) for label in load_rows(self.dataset, *self._columns())["label"]})
+            splits = [split for split in (self.split, self.val_split) if split is not None]
+            self.labels = sorted({str(label) for split in splits for label in self._rows(split)["label"]})
             if len(self.labels) < 2:
                 raise ConfigError(f"data set {self.dataset!r} has {len(self.labels)} class(es), at least 2 are needed")
         super().setup(stage)
@@ -167,11 +214,13 @@ class LabelledData(_RecipeData):
         held_out = torch.tensor([label for _, label in self._held_out])
         return float((held_out == classes.argmax()).float().mean())
 
-    def _columns(self) -> tuple[str, ...]:
-        return ("text", "label")
+    def _rows(self, split: str) -> Dataset:
+        return load_rows(self.dataset, self.column or "text", "label", split=split, **self._options)
 
     def _prepare(self, rows: Dataset) -> list[tuple[list[int], int]]:
-        encoded = self.tokenizer(list(rows["text"]), truncation=True, max_length=self.length)["input_ids"]
+        encoded = self.tokenizer(list(rows[self.column or "text"]), truncation=True, max_length=self.length)[
+            "input_ids"
+        ]
         return [(row, self.labels.index(str(label))) for row, label in zip(encoded, rows["label"], strict=True)]
 
     def _collate(self, batch: list[tuple[list[int], int]]) -> dict[str, Tensor]:

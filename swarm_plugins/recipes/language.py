@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class LanguageTuner(pl.LightningModule):
         """Returns HF's model output, with the loss if there are labels."""
         if self.model is None:
             raise RuntimeError("the model is made in configure_model, which a Trainer calls")
+        if not _takes_positions(self.model):
+            batch.pop("position_ids", None)
         return self.model(**batch, use_cache=False)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -55,6 +58,13 @@ class LanguageTuner(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    """Returns whether a model uses the positions that it is given: PEFT makes its own for soft prompts."""
+    is_prompt = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return not is_prompt and "position_ids" in inspect.signature(base.forward).parameters
 
 
 class AdapterTuner(LanguageTuner):

@@ -1,13 +1,14 @@
-"""Rows of text to train on: real addresses of US presidents, your files, or a data set on the Hub."""
+"""Rows to train on: real addresses of US presidents, or whatever `datasets.load_dataset` reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from swarm_plugins.errors import ConfigError, naming_extras, one_line
 
@@ -17,26 +18,58 @@ _MIN_CHARS = 200
 _HOLD_OUT_EVERY = 8
 
 
-def load_rows(dataset: str, *columns: str) -> Dataset:
+DataFiles = str | list[str] | dict[str, str | list[str]]
+
+
+def load_rows(
+    dataset: str,
+    *columns: str,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    data_files: DataFiles | None = None,
+    streaming: bool = False,
+    first: int | None = None,
+) -> Dataset:
     """Returns the rows of a data set.
 
     Args:
         dataset: ``sotu`` for the addresses of US presidents (columns ``text``, ``document``, ``year``, ``label``), a
-            file (.json, .jsonl, .csv, .parquet, .txt), a folder written by ``Dataset.save_to_disk``, or the id of a
-            data set on the Hub, split ``train``.
+            file (.json, .jsonl, .csv, .parquet, .txt), a folder written by ``Dataset.save_to_disk``, or what
+            ``datasets.load_dataset`` takes: the id of a data set on the Hub, a folder of files, ``json`` ...
         *columns: Required columns.
+        name: Config of the data set, such as ``wikitext-2-raw-v1``.
+        split: Split to take; ``train[:10%]`` and the like work.
+        revision: Branch, tag or commit on the Hub.
+        data_files: Files of the data set to read, also by split.
+        streaming: Whether to read the ``first`` rows alone over the network, and keep them in the cache of datasets;
+            otherwise all files of the config are downloaded.
+        first: Rows of a stream to read.
 
     Raises:
-        ConfigError: If the data set does not exist or lacks a column.
+        ConfigError: If the data set does not exist, is not on this machine and cannot be downloaded, lacks the split or
+            a column, or a stream has no end.
         MissingExtraError: If the package of the addresses is absent.
     """
-    rows = _sotu() if dataset == "sotu" else _load(dataset)
+    options = {"name": name, "split": split, "revision": revision, "data_files": data_files}
+    if streaming and first is None:
+        raise ConfigError(f"streaming {dataset!r} has no end: say how many rows to read (data.num_documents)")
+    rows = _sotu() if dataset == "sotu" else _load(dataset, options, first if streaming else None)
     missing = [name for name in columns if name not in rows.column_names]
     if missing:
         raise ConfigError(
             f"data set {dataset!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(rows.column_names)}"
         )
     return rows
+
+
+def spread_documents(rows: Dataset, num_documents: int | None) -> Dataset:
+    """Returns the rows of some documents, evenly spread; None: all."""
+    documents = list(dict.fromkeys(_documents(rows)))
+    if num_documents is None or num_documents >= len(documents):
+        return rows
+    chosen = {documents[index * len(documents) // num_documents] for index in range(num_documents)}
+    return _of_documents(rows, chosen)
 
 
 def split_by_document(rows: Dataset, num_documents: int | None) -> tuple[Dataset, Dataset]:
@@ -51,10 +84,8 @@ def split_by_document(rows: Dataset, num_documents: int | None) -> tuple[Dataset
     Raises:
         ConfigError: If there are too few documents to hold one out.
     """
-    names = _documents(rows)
-    documents = list(dict.fromkeys(names))
-    if num_documents is not None and num_documents < len(documents):
-        documents = [documents[index * len(documents) // num_documents] for index in range(num_documents)]
+    rows = spread_documents(rows, num_documents)
+    documents = list(dict.fromkeys(_documents(rows)))
     if len(documents) < 2:
         raise ConfigError(f"{len(documents)} document(s) cannot be split; at least 2 are needed, one of them held out")
     every = min(_HOLD_OUT_EVERY, len(documents))
@@ -97,29 +128,50 @@ def _of_documents(rows: Dataset, chosen: Container[Any]) -> Dataset:
     return rows.select([index for index, name in enumerate(_documents(rows)) if name in chosen])
 
 
-def _load(dataset: str) -> Dataset:
+def _load(dataset: str, options: Mapping[str, Any], first: int | None) -> Dataset:
     path = Path(dataset)
     advice = "give 'sotu', a file (.json, .jsonl, .csv, .parquet, .txt), a folder of save_to_disk, or an id on the Hub"
+    if not path.exists() and path.suffix in _KINDS:
+        raise ConfigError(f"there is no file {dataset!r}; {advice}")
+    if path.is_file():
+        if path.suffix not in _KINDS:
+            raise ConfigError(f"data set {dataset!r} has an unknown suffix {path.suffix!r}; {advice}")
+        options, dataset = {**options, "data_files": dataset}, _KINDS[path.suffix]
     try:
-        if path.is_dir():
-            loaded: Any = load_from_disk(dataset)
-        elif path.is_file():
-            if path.suffix not in _KINDS:
-                raise ConfigError(f"data set {dataset!r} has an unknown suffix {path.suffix!r}; {advice}")
-            loaded = load_dataset(_KINDS[path.suffix], data_files=dataset, split="train")
-        elif path.suffix in _KINDS:
-            raise ConfigError(f"there is no file {dataset!r}; {advice}")
-        else:
-            loaded = load_dataset(dataset, split="train")
-    except (OSError, ValueError) as error:
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return _one_split(load_from_disk(str(path)), str(path), str(options["split"]))
+        if first is not None:
+            # Into the cache, under a hash of the arguments: read once, and offline afterwards.
+            arguments = {"dataset": dataset, "options": options, "first": first}
+            return Dataset.from_generator(_stream, gen_kwargs=arguments)
+        return load_dataset(dataset, **options)
+    except (OSError, ValueError, DatasetsError) as error:
         if isinstance(error, ConfigError):
             raise
+        # Errors in a stream come inside another one that says nothing.
+        cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+        if isinstance(cause, ConnectionError):
+            chosen = " ".join(str(one) for one in (options["name"], options["split"]) if one)
+            raise ConfigError(
+                f"data set {dataset!r} ({chosen}) is not in the cache of this machine, and the Hub cannot be reached "
+                f"({one_line(cause)}): run once with a network (and without HF_HUB_OFFLINE), or {advice}"
+            ) from error
         raise ConfigError(
-            f"data set {dataset!r} was not found or cannot be read ({one_line(error)}); {advice}"
+            f"data set {str(path)!r} was not found or cannot be read ({one_line(cause)}); {advice}"
         ) from error
-    if not isinstance(loaded, Dataset):
-        raise ConfigError(f"data set {dataset!r} has several splits ({', '.join(loaded)}); save one of them by itself")
-    return loaded
+
+
+def _stream(dataset: str, options: dict[str, Any], first: int) -> Iterator[Any]:
+    yield from load_dataset(dataset, **options, streaming=True).take(first)
+
+
+def _one_split(loaded: Any, dataset: str, split: str) -> Dataset:
+    if isinstance(loaded, Dataset):
+        return loaded
+    if split not in loaded:
+        raise ConfigError(f"data set {dataset!r} has no split {split!r}; it has {', '.join(loaded)}: give data.split")
+    found: Dataset = loaded[split]
+    return found
 
 
 def _sotu() -> Dataset:

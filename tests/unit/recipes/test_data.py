@@ -1,0 +1,132 @@
+"""What the recipes' data modules read: files and folders as `datasets.load_dataset` takes them, once tokenized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub.constants as hub_constants
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.recipes import LabelledData, TextData, load_rows
+from swarm_plugins.recipes.packing import Packer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, and no Hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data set as a folder of files, of two splits."""
+    root = tmp_path / "data"
+    root.mkdir()
+    for split, count in (("train", 20), ("validation", 4)):
+        lines = (json.dumps({"words": f"{split} {number} " * 4, "label": number % 2}) for number in range(count))
+        (root / f"{split}.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def batches(data: TextData) -> tuple[list[Any], list[Any]]:
+    data.setup("fit")
+    return list(data.train_dataloader()), list(data.val_dataloader())
+
+
+def test_a_folder_with_splits_and_a_column(folder: Path) -> None:
+    data = TextData(str(folder), "bytes", length=16, val_split="validation", column="words")
+    train, held_out = batches(data)
+    assert set(train[0]) == {"input_ids", "labels", "position_ids"}
+    assert train[0]["input_ids"].shape == (8, 16)
+    assert "".join(data.tokenizer.decode(one) for one in held_out[0]["input_ids"]).startswith("validation 0")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dataset": "json", "data_files": "{}/train.jsonl"}, id="builder"),
+        pytest.param({"dataset": "json", "data_files": {"mine": ["{}/train.jsonl"]}, "split": "mine"}, id="by-split"),
+        pytest.param({"dataset": "{}/train.jsonl"}, id="file"),
+        pytest.param({"dataset": "{}", "split": "train[:20]"}, id="slice"),
+        pytest.param({"dataset": "{}", "streaming": True, "first": 20}, id="stream"),
+    ],
+)
+def test_rows_are_read_as_load_dataset_takes_them(options: dict[str, Any], folder: Path) -> None:
+    rows = load_rows(**json.loads(json.dumps(options).replace("{}", str(folder))))
+    assert rows.column_names == ["words", "label"]
+    assert rows["words"][19].startswith("train 19")
+    assert len(rows) == 20
+
+
+def test_a_saved_set_of_splits(tmp_path: Path) -> None:
+    DatasetDict(a=Dataset.from_dict({"text": ["x"]})).save_to_disk(tmp_path / "saved")
+    assert load_rows(str(tmp_path / "saved"), split="a")["text"] == ["x"]
+    with pytest.raises(ConfigError, match=r"has no split 'train'; it has a: give data.split"):
+        load_rows(str(tmp_path / "saved"))
+
+
+def test_a_stream_is_read_once(folder: Path) -> None:
+    first = load_rows(str(folder), streaming=True, first=5)
+    (folder / "train.jsonl").unlink()
+    assert load_rows(str(folder), streaming=True, first=5)["words"] == first["words"]
+    assert len(first) == 5
+
+
+def test_text_is_tokenized_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def again() -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(0)
+        return batches(TextData(str(folder), "bytes", length=16, column="words"))
+
+    (train, _), called = again(), []
+    monkeypatch.setattr(Packer, "_texts", lambda *_: called.append(1) or [])
+    (cached, _) = again()
+    assert not called
+    assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(train, cached, strict=True))
+    with pytest.raises(ConfigError, match="fewer than one piece"):
+        batches(TextData(str(folder), "bytes", length=8, column="words"))
+    assert called, "another length is another cache"
+
+
+def test_classes_of_both_splits(folder: Path) -> None:
+    data = LabelledData(str(folder), "bytes", val_split="validation", column="words")
+    data.setup("fit")
+    assert data.labels == ["0", "1"]
+    assert next(iter(data.val_dataloader()))["labels"].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param(
+            {"dataset": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"},
+            r"^data set 'Salesforce/wikitext' \(wikitext-2-raw-v1 train\) is not in the cache .* run once with",
+            id="offline",
+        ),
+        pytest.param(
+            {"dataset": "allenai/c4", "name": "en", "streaming": True, "num_documents": 8},
+            r"^data set 'allenai/c4' \(en train\) is not in the cache .*OfflineModeIsEnabled",
+            id="offline-stream",
+        ),
+        pytest.param({"dataset": "allenai/c4", "streaming": True}, r"no end: .*data\.num_documents", id="endless"),
+        pytest.param({"dataset": "{}"}, r"no column 'messages', .*; it has words, label: name .*column", id="columns"),
+        pytest.param({"dataset": "{}", "column": "word"}, r"has no column 'word'; it has words, label$", id="column"),
+        pytest.param({"dataset": "{}", "split": "test"}, r'Unknown split "test".*\[\'train\', \'val', id="split"),
+        pytest.param({"dataset": "{}", "name": "en"}, r"BuilderConfig 'en' not found.*'default'", id="config"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(options: dict[str, Any], said: str, folder: Path) -> None:
+    options = {**options, "dataset": options["dataset"].format(folder)}
+    with pytest.raises(ConfigError, match=said) as refused:
+        TextData(**options, tokenizer="bytes").setup("fit")
+    assert "\n" not in str(refused.value)
