@@ -131,9 +131,9 @@ class TextData(_RecipeData):
     the rows are running text: rows of one ``document`` belong together, any other row is a document.
 
     Pieces are packed without padding, and the documents of a piece do not attend to each other: the positions of each
-    begin at 0. (With soft prompts, for which PEFT takes no positions, and in models that take none, they do.) Running
-    text goes on in the next piece; conversations are whole, up to ``length``, and end tokens fill what is left of a
-    piece. Pieces are kept in the cache of datasets.
+    begin at 0. (They do with soft prompts, for which PEFT takes no positions, in models that take none, and through the
+    state of recurrent layers.) Running text goes on in the next piece; conversations are whole, up to ``length``, and
+    end tokens fill what is left of a piece. Pieces are kept in the cache of datasets.
 
     Every eighth document is held out for validation, unless ``val_split`` is given.
 

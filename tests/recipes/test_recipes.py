@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_what_cannot_work_is_one_sentence(options: list[str], said: str, text: P
     data = [] if "--data.dataset" in options else ["--data.dataset", text]
     result = fit(LORA, *FAST, *data, *options)
     assert re.search(said, sentence(result, code=1 if "--trainer.devices" in options else 2))
+
+
+def test_a_recipe_takes_data_as_load_dataset_does(tmp_path: Path, fit: Fit) -> None:
+    rows = [{"prompt": f"{number} and ", "completion": "so on"} for number in range(40)]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    files = ["--data.dataset", "json", "--data.data_files", f"{{a: {tmp_path}/rows.json, b: [{tmp_path}/rows.json]}}"]
+    splits = ["--data.split", "a[:30]", "--data.val_split", "b", "--data.num_documents", 20]
+    result = fit(LORA, *FAST, *files, *splits, "--data.length", 40, "--offload", "none")
+    assert result.exit_code == 0, result.output[-3000:]
+    assert re.search(r"val_loss \d\.\d+", result.output)
 
 
 @pytest.mark.parametrize("place", ["fast=100KB,bits=4", "none"])
