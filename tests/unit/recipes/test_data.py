@@ -25,6 +25,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    # A stream shares its epoch between processes; hivemind's way to do so keeps a helper process running.
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_descriptor")
     return tmp_path / "cache"
 
 
