@@ -218,7 +218,7 @@ def test_a_model_without_adapter_has_nothing_to_train(
     (tmp_path / "bare_module.py").write_text(BARE)
     monkeypatch.syspath_prepend(str(tmp_path))
     content = (RECIPES / LORA).read_text()
-    cut = content[: content.index("    adapter:")] + content[content.index("data:") :]
+    cut = content[: content.index("    adapter:")] + content[content.index("\ndata:") :]
     recipe = tmp_path / "bare.yaml"
     recipe.write_text(cut.replace("swarm_plugins.recipes.AdapterTuner", "bare_module.Bare"))
     said = sentence(fit(recipe, *FAST, "--data.dataset", text))
