@@ -178,7 +178,8 @@ class _Cursor:
         if kind == _STRING:
             length = self.number("<Q")
             if length > _MAX_TEXT_BYTES:
-                return self.skip(length)
+                self.skip(length)
+                return None
             # Tokens need not be text.
             return self.take(length).decode(errors="replace")
         if kind != _ARRAY:
