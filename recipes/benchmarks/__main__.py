@@ -384,6 +384,27 @@ def codec(
 
 
 @app.command()
+def kv(
+    model: ModelFolder,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to predict. Default: presidential addresses.", exists=True, dir_okay=False)
+    ] = None,
+    pieces: Annotated[int, typer.Option(help="Pieces of text.", min=2, max=100_000)] = 6,
+    length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 512,
+    new_tokens: NewTokens = 16,
+    json: Json = None,
+) -> None:
+    """Measure what sessions with keys and values in 8 bits take, and what that changes in predictions of a text."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.kv import bench_kv
+
+        return bench_kv(model, text=text, num_pieces=pieces, length=length, new_tokens=new_tokens, progress=progress)
+
+    measure("kv", run, json)
+
+
+@app.command()
 def together(
     model: ModelFolder,
     peers: Annotated[int, typer.Option(help="Trainers of the run, and as many that train alone.", min=2, max=16)] = 3,

@@ -108,6 +108,8 @@ def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch, twin: nn.Module
     carried = _carried(base, stack, watch.ids) if twin is not None else {}
     if twin is not None and carried:
         returned = _on_meta(twin, first, watch.arguments[stack.blocks.start])
+        # Not indices: blocks that are not tied choose tokens themselves.
+        carried = {key: place for key, place in carried.items() if returned[place].is_floating_point()}
         columns = columns.with_carried(carried, [tuple(returned[place].shape[2:]) for place in carried.values()])
     if columns.shapes and any(stack.local_blocks):
         raise UnsupportedError(

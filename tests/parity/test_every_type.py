@@ -20,7 +20,7 @@ from every_way import CONFIG, LIMITS, Pair, outcomes
 from package_imports import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from type_models import SPANS, TYPES, save_type
+from type_models import SPANS, TYPES, VARIANTS, save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.backbone import swarm_connection
@@ -159,6 +159,14 @@ def test_the_page_of_families_says_the_same() -> None:
 
 @pytest.mark.parametrize("model_type", _cases(WORKS, QUICK))
 def test_a_type_that_works_says_what_local_says(model_type: str, tmp_path: Path) -> None:
+    compare(model_type, save_type(model_type, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name == "glm_moe_dsa/unshared" else pytest.mark.slow) for name in VARIANTS],
+)
+def test_a_variant_of_a_type_says_what_local_says(model_type: str, tmp_path: Path) -> None:
     compare(model_type, save_type(model_type, tmp_path))
 
 

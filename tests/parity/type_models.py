@@ -215,6 +215,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "attention_k_eq_v": True,
     },
     "gemma4_unified_text/unshared": {"num_hidden_layers": NUM_LAYERS, "layer_types": _HALF, "num_kv_shared_layers": 0},
+    # As published: each block chooses its tokens, and hands on the choice.
+    "glm_moe_dsa/unshared": {"indexer_types": ["full"] * NUM_LAYERS},
     "gpt_bigcode/heads": {"multi_query": False},
     "gpt_neox/serial": {"use_parallel_residual": False},
     "granitemoehybrid/attention": {"layer_types": ["full_attention"] * NUM_LAYERS, "position_embedding_type": "rope"},

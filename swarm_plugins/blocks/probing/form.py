@@ -104,7 +104,7 @@ def _learn_form(cut: CutModel, shape: Sequence[int]) -> Tensor:
             reasons.append(f"they return {len(returned[-1])} values")
             continue
         has_more = any(isinstance(one, Tensor) for values in returned for one in values[1:])
-        if has_more and (carried := _carried(cut)):
+        if has_more and (carried := _carried(cut, returned[0])):
             shapes = [tuple(returned[0][place].shape[2:]) for place in carried.values()]
             cut.columns = cut.columns.with_carried(carried, shapes)
             cut.hidden_size = math.prod(shape) // 3 + cut.columns.width
@@ -126,8 +126,11 @@ def _columns(cut: CutModel, shape: Sequence[int]) -> Columns:
     return find_columns((1, 3), shape, dict(enumerate(noted)), lambda block, key, value: bool(value.isnan().any()))
 
 
-def _carried(cut: CutModel) -> dict[int | str, int]:
-    """Returns what each block hands on to the next one. What is handed on to tied blocks does not travel."""
+def _carried(cut: CutModel, returned: Sequence[Any]) -> dict[int | str, int]:
+    """Returns what each block, which has ``returned`` this, hands on to the next one.
+
+    What is handed on to tied blocks does not travel, nor do indices: blocks that are not tied choose tokens themselves.
+    """
     noted: list[Arguments] = []
     table = [_Noting(layer, cut.num_returned, noted) for layer in cut.layers]
     table[0].handed = handed = [torch.zeros(1, 3, 1, device=cut.device) for _ in range(1, cut.num_returned)]
@@ -135,7 +138,8 @@ def _carried(cut: CutModel) -> dict[int | str, int]:
         cut.run_model(Call(blocks=cut.blocks, table=table, attention=cut.attention), _ids(cut))
     except FAULTS:
         return {}
-    return find_carried(handed, noted[1]) if len(noted) > 1 and not cut.tied else {}
+    found = find_carried(handed, noted[1]) if len(noted) > 1 and not cut.tied else {}
+    return {key: place for key, place in found.items() if returned[place].is_floating_point()}
 
 
 class _Whole(Watched):

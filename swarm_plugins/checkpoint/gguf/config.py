@@ -131,8 +131,8 @@ class _Stated:
             return None
         if type(found) is not int or not int(is_needed) <= found < _MAX_COUNT:
             raise CheckpointError(
-                f"{self.label} says {self._prefix}.{key} {found!r}, expected a number from 1 to {_MAX_COUNT}: it is "
-                "corrupt or of a kind that is not known"
+                f"{self.label} says {self._prefix}.{key} {repr(found)[:100]}, expected a number from 1 to "
+                f"{_MAX_COUNT}: it is corrupt or of a kind that is not known"
             )
         return found
 
@@ -142,7 +142,7 @@ class _Stated:
             return None
         if isinstance(found, str) or not math.isfinite(found):
             raise CheckpointError(
-                f"{self.label} says {self._prefix}.{key} {found!r}, expected a number: fetch it again"
+                f"{self.label} says {self._prefix}.{key} {repr(found)[:100]}, expected a number: fetch it again"
             )
         return float(found)
 
@@ -161,10 +161,8 @@ def _rotary(stated: _Stated, head_dim: int, frequencies: torch.Tensor | None) ->
         return {"rope_type": "linear", "rope_theta": base, "factor": factor}
     elif scaling in (None, "none"):
         return {"rope_type": "default", "rope_theta": base}
-    raise UnsupportedError(
-        f"{stated.label} scales positions by {'rope_freqs.weight' if frequencies is not None else repr(scaling)}; "
-        "known are none, linear, and that of Llama 3"
-    )
+    how = "rope_freqs.weight" if frequencies is not None else repr(scaling)[:100]
+    raise UnsupportedError(f"{stated.label} scales positions by {how}; known are none, linear, and that of Llama 3")
 
 
 def _llama3(base: float, head_dim: int, divisors: torch.Tensor) -> dict[str, Any] | None:

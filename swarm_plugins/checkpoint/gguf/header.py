@@ -45,8 +45,10 @@ _NAMES = {
 """By ggml's number."""
 _MOST_ENTRIES = 1 << 16
 """Tensors, and settings: large mixtures have a few thousand tensors."""
-_MOST_STRINGS = 1 << 22
-"""In one list: vocabularies have a few hundred thousand."""
+_MOST_STRINGS = 1 << 21
+"""In all lists: vocabularies have a few hundred thousand, and as many merges."""
+_MAX_TEXT_BYTES = (1 << 16) - 1
+"""Of a name, as the format has it. Longer values, such as templates of chats, are skipped: none is asked for."""
 
 
 class GgufTensor(NamedTuple):
@@ -116,7 +118,9 @@ def parse_gguf(head: bytes, label: str, file_bytes: int | None) -> GgufHeader:
     entries = [_Entry.read(cursor) for _ in range(num_tensors)]
     alignment = metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
     if not (isinstance(alignment, int) and 8 <= alignment <= 1 << 20 and alignment % 8 == 0):
-        raise CheckpointError(f"{label} has the alignment {alignment!r}, expected a multiple of 8: fetch it again")
+        raise CheckpointError(
+            f"{label} has the alignment {repr(alignment)[:100]}, expected a multiple of 8: fetch it again"
+        )
     start = -(-cursor.position // alignment) * alignment
     tensors = [one.placed(start, label) for one in entries]
     _check_places(tensors, label, file_bytes)
@@ -130,6 +134,7 @@ class _Cursor:
         self.label = label
         self.position = 0
         self._head = head
+        self._num_strings = 0
 
     def expect(self, num_bytes: int) -> None:
         """Checks that so many bytes follow."""
@@ -142,9 +147,12 @@ class _Cursor:
         if end > len(self._head):
             raise ShortHeaderError
 
-    def take(self, num_bytes: int) -> bytes:
+    def skip(self, num_bytes: int) -> None:
         self.expect(num_bytes)
         self.position += num_bytes
+
+    def take(self, num_bytes: int) -> bytes:
+        self.skip(num_bytes)
         return self._head[self.position - num_bytes : self.position]
 
     def number(self, kind: str) -> int:
@@ -152,29 +160,40 @@ class _Cursor:
         return found
 
     def text(self) -> str:
+        length = self.number("<Q")
+        if length > _MAX_TEXT_BYTES:
+            raise CheckpointError(
+                f"a name in the header of {self.label} has {length} bytes, expected at most {_MAX_TEXT_BYTES}: it is "
+                "corrupt, fetch the file again"
+            )
         try:
-            return self.take(self.number("<Q")).decode()
+            return self.take(length).decode()
         except UnicodeDecodeError as exc:
             raise CheckpointError(f"a name in the header of {self.label} is no text: fetch the file again") from exc
 
     def value(self, kind: int) -> Value | None:
-        """Returns a value of the metadata; None for an array, which is skipped."""
+        """Returns a value of the metadata; None for an array or a long text, which are skipped."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
+            length = self.number("<Q")
+            if length > _MAX_TEXT_BYTES:
+                self.skip(length)
+                return None
             # Tokens need not be text.
-            return self.take(self.number("<Q")).decode(errors="replace")
+            return self.take(length).decode(errors="replace")
         if kind != _ARRAY:
             raise CheckpointError(
                 f"the header of {self.label} holds a value of the unknown type {kind}: fetch it again"
             )
         of, length = self.number("<I"), self.number("<Q")
         if of in _SCALARS:
-            self.take(length * struct.calcsize(_SCALARS[of]))
-        elif of == _STRING and length <= _MOST_STRINGS:
+            self.skip(length * struct.calcsize(_SCALARS[of]))
+        elif of == _STRING and self._num_strings + length <= _MOST_STRINGS:
+            self._num_strings += length
             self.expect(length * 8)
             for _ in range(length):
-                self.take(self.number("<Q"))
+                self.skip(self.number("<Q"))
         else:
             raise CheckpointError(
                 f"the header of {self.label} holds a list of {length} values of type {of}, which is not read: it is "

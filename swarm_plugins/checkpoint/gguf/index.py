@@ -31,7 +31,7 @@ _FREQUENCIES = "rope_freqs.weight"
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Most headers are shorter; their vocabulary takes the space.
 _FIRST_BYTES = 1 << 20
-_MAX_EXPERT_TENSORS = 1 << 20
+_MAX_EXPERT_TENSORS = 1 << 17
 _MAX_DIVISORS = 1 << 12
 _SAFETENSORS = "model.safetensors"
 
@@ -183,6 +183,8 @@ def _infos(
                 f"{label} holds {name[:100]!r}, which a {kind.model_type} of {fields['num_hidden_layers']} blocks does "
                 "not have: give the checkpoint in safetensors"
             )
+        if place.name in found:
+            raise CheckpointError(f"{label} has two tensors for {place.name}, one as {name[:100]!r}: fetch it again")
         if "{}" in place.name:
             found.update(_experts(place.name, tensor, file, num_experts, label))
         else:

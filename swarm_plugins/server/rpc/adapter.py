@@ -17,8 +17,9 @@ from swarm_plugins.server.rpc.handlers import Answer
 from swarm_plugins.server.service import Service
 from swarm_plugins.transport.messages import AdapterStored, AdapterUpload, NormsRequest, NormsResponse
 
-_INLINE_BYTES, _INLINE_TENSORS = 1 << 20, 256
-"""Up to this size checks of layers that are not built take some milliseconds: not worth another thread."""
+_INLINE_BYTES, _INLINE_PARTS = 1 << 20, 256
+"""Up to this size, and so many tensors and modules, checks of layers that are not built take some milliseconds: not
+worth another thread."""
 
 
 async def answer_adapter(service: Service, upload: AdapterUpload | NormsRequest, charge: Charge) -> Answer:
@@ -33,7 +34,8 @@ async def answer_adapter(service: Service, upload: AdapterUpload | NormsRequest,
             "lower its rank or adapt fewer modules, or use a server that allows more",
         )
     charge.claim(size)  # the copy that is kept
-    if upload.num_bytes <= _INLINE_BYTES and len(upload.tensors) <= _INLINE_TENSORS and upload.spec.peft is None:
+    num_parts = len(upload.tensors) + len(upload.spec.modules)
+    if upload.num_bytes <= _INLINE_BYTES and num_parts <= _INLINE_PARTS and upload.spec.peft is None:
         adapter = _checked(service, upload)
     else:
         adapter = await _checked_elsewhere(service, upload, charge.peer)

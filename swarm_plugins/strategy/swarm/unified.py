@@ -16,7 +16,8 @@ class SwarmStrategy(TrainerStrategy, _TrainerDevice):
     """Trains a module whose blocks run on a swarm, or offloaded or in memory here; saves the trained tensors only.
 
     ``Trainer(strategy="swarm")`` makes one without arguments. It joins the swarm when fitting starts, before
-    ``configure_model``, and models loaded there use it. For ``pytorch_lightning`` use
+    ``configure_model``, and models loaded there use it. With ``devices=N``, N processes send batches of their own and
+    average gradients of what is trained. For ``pytorch_lightning`` use
     ``swarm_plugins.strategy.swarm.standalone.SwarmStrategy``, or the name.
 
     Args:

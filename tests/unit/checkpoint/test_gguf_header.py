@@ -84,6 +84,36 @@ def header(*tensors: tuple[str, tuple[int, ...], int, int]) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0) + listed
 
 
+def setting(key: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def with_settings(*found: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(found)) + b"".join(found)
+
+
+def test_many_strings_in_several_lists_are_refused() -> None:
+    """Each list kept to its limit, and all of them took minutes."""
+    num = 1 << 20
+    lists = [setting(b"%d" % one, 9, struct.pack("<IQ", 8, num) + bytes(8 * num)) for one in range(3)]
+    with pytest.raises(CheckpointError, match="list of 1048576 values of type 8, which is not read"):
+        parsed(with_settings(*lists))
+
+
+def test_long_texts_are_neither_kept_nor_repeated() -> None:
+    long = text(b"a" * 100_000)
+    assert parsed(with_settings(setting(b"template", 8, long), setting(b"b", 8, text(b"c")))).metadata == {"b": "c"}
+    with pytest.raises(CheckpointError, match=r"a name in the header .* has 100000 bytes, expected at most 65535"):
+        parsed(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + long + bytes(20))
+    with pytest.raises(CheckpointError, match="alignment 'aaaa") as caught:
+        parsed(with_settings(setting(b"general.alignment", 8, text(b"a" * 60_000))))
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

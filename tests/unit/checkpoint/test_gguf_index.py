@@ -119,6 +119,7 @@ def test_a_folder_with_several_models_asks_which(tmp_path: Path) -> None:
         ({"expert_count": 3}, {}, r"ffn_up_exps\.weight in .* is None"),
         ({"expert_count": 3}, {**STACKS, "blk.0.ffn_down_exps.weight": (2, 32, 32)}, "expected 3 experts"),
         ({}, {"blk.0.attn_q.weight": None}, r"no token_embd\.weight or blk\.0\.attn_q\.weight"),
+        ({}, {"blk.00.attn_q.weight": (32, 32)}, r"two tensors for model\.layers\.0\.self_attn\.q_proj\.weight"),
         ({}, {"rope_freqs.weight": (3, 3)}, r"rope_freqs\.weight in .* is \[3, 3\]"),
     ],
 )
