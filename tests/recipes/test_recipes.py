@@ -130,16 +130,6 @@ def test_a_recipe_takes_data_as_load_dataset_does(tmp_path: Path, fit: Fit) -> N
     assert re.search(r"val_loss \d\.\d+", result.output)
 
 
-def test_a_recipe_takes_data_as_load_dataset_does(tmp_path: Path, fit: Fit) -> None:
-    rows = [{"prompt": f"{number} and ", "completion": "so on"} for number in range(40)]
-    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    files = ["--data.dataset", "json", "--data.data_files", f"{{a: {tmp_path}/rows.json, b: [{tmp_path}/rows.json]}}"]
-    splits = ["--data.split", "a[:30]", "--data.val_split", "b", "--data.num_documents", 20]
-    result = fit(LORA, *FAST, *files, *splits, "--data.length", 40, "--offload", "none")
-    assert result.exit_code == 0, result.output[-3000:]
-    assert re.search(r"val_loss \d\.\d+", result.output)
-
-
 @pytest.mark.parametrize("place", ["fast=100KB,bits=4", "none"])
 def test_a_recipe_runs_on_this_machine(place: str, model: Path, text: Path, tmp_path: Path, fit: Fit) -> None:
     result = fit(LORA, *FAST, "--data.dataset", text, "--data.length", 16, "--offload", place)
