@@ -79,6 +79,7 @@ EXPERTS = "model.layers.0.mlp.experts.down_proj"
 VALUES = [
     pytest.param("fp8", fill(f"{QUERY}weight_scale_inv", 0.0), "its scales hold a zero", id="fp8-zero"),
     pytest.param("fp8", fill(f"{QUERY}weight_scale_inv", NAN), "its scales hold NaN or inf", id="fp8-nan"),
+    pytest.param("fp8", fill(f"{QUERY}weight", NAN), "its codes hold NaN", id="fp8-nan-code"),
     pytest.param("int4-groups", fill(f"{QUERY}weight_scale", INF), "its scales hold NaN or inf", id="int4-inf"),
     pytest.param("int4-groups", fill(f"{QUERY}weight_shape", 31), r"said to be \[32, 31\]", id="int4-shape"),
     pytest.param("nvfp4", fill(f"{QUERY}weight_global_scale", 0.0), "its global_scale hold a zero", id="nvfp4-zero"),

@@ -44,7 +44,8 @@ class Mxfp4Format(PublishedFormat):
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         steps = _steps(parts["codes"])  # [out, groups, 32]
         exponents = parts["scales"].int() - _EXPONENT_BIAS
-        return torch.ldexp(steps, exponents.unsqueeze(-1)).reshape(self.shape).to(dtype)
+        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+        return steps.mul_(scales.unsqueeze(-1)).reshape(self.shape).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Nvfp4Format(PublishedFormat):
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         scales = parts["scales"].float() / parts["global_scale"]  # [out, groups]
         steps = _steps(parts["codes"]).unflatten(1, (-1, _NV_GROUP))
-        wide: Tensor = (steps * scales.unsqueeze(-1)).reshape(self.shape)
+        wide: Tensor = steps.mul_(scales.unsqueeze(-1)).reshape(self.shape)
         return wide.to(dtype)
 
 
@@ -84,13 +85,14 @@ def _check_columns(shape: tuple[int, int], group: int) -> None:
 
 def _steps(codes: Tensor) -> Tensor:
     """Returns the numbers ``[.., 2 n]`` of bytes ``[.., n]``, as float32."""
-    steps: Tensor = _pairs(codes.device)[codes.int()].flatten(-2)
+    found = _pairs(codes.device).index_select(0, codes.flatten().int())
+    steps: Tensor = found.view(torch.float32).view(*codes.shape[:-1], -1)
     return steps
 
 
 @lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
-    """Returns the two numbers of each byte, ``[256, 2]``: one look-up for both."""
+    """Returns the two numbers of each byte in the bytes of an integer, ``[256]``: one look-up for both."""
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=device)
     codes = torch.arange(256, device=device)
-    return torch.stack([values[codes & 15], values[codes >> 4]], dim=1)
+    return torch.stack([values[codes & 15], values[codes >> 4]], dim=1).view(torch.int64).flatten()

@@ -56,7 +56,7 @@ class IntGroups(PublishedFormat):
             return (steps.float() * scales[:, order].float()).to(dtype)
         steps = codes.reshape(self.shape[0], -1, self.group_size)
         steps = steps - (zeros.unsqueeze(-1) if isinstance(zeros, Tensor) else zeros)
-        return (steps.float() * scales.float().unsqueeze(-1)).reshape(self.shape).to(dtype)
+        return steps.float().mul_(scales.float().unsqueeze(-1)).reshape(self.shape).to(dtype)
 
     @abstractmethod
     def _unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
@@ -151,6 +151,13 @@ class AwqFormat(IntGroups):
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Returns the codes ``[n, m * 32 / bits]`` of words ``[n, m]``, lowest bits first, as int32."""
-    shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+    """Returns the codes ``[n, m * 32 / bits]`` of words ``[n, m]``, lowest bits first, in the least signed type.
+
+    It holds their differences, too. Bytes of little-endian words are in the order of their bits.
+    """
+    raw = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return raw.to(torch.int16)
+    mask = (1 << bits) - 1
+    codes = torch.stack([(raw >> shift) & mask for shift in range(0, 8, bits)], dim=-1)
+    return codes.view(torch.int8).flatten(1)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from swarm_plugins.weights.stored import Part, PublishedFormat, check_scales
 
+# Of e4m3 without its sign.
+_NAN = 0x7F
+
 
 @dataclass(frozen=True)
 class ScaledFormat(PublishedFormat):
@@ -54,12 +57,32 @@ class ScaledFormat(PublishedFormat):
     def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # A row of zeros has the maximum zero.
         check_scales(tensors, "scales", may_be_zero=self.unit != 1.0)
+        if self.codes_dtype == torch.float8_e4m3fn and bool(((tensors["codes"].view(torch.int8) & _NAN) == _NAN).any()):
+            raise ValueError("its codes hold NaN")
         return super().checked(tensors)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         scales = parts["scales"].float().view(self.grid)
-        for dim, size in enumerate(self.block):
-            if scales.shape[dim] > 1 and size > 1:
-                scales = scales.repeat_interleave(size, dim).narrow(dim, 0, self.shape[dim])
-        wide = parts["codes"].float() * scales
-        return (wide if self.unit == 1.0 else wide * self.unit).to(dtype)
+        wide, unit = _widened(parts["codes"])
+        (rows, columns), (height, width) = self.shape, self.block
+        if rows % height == 0 and columns % width == 0:
+            blocks = wide.view(rows // height, height, columns // width, width)
+            blocks.mul_((scales * unit)[:, None, :, None])
+        else:
+            for dim, size in enumerate(self.block):
+                if scales.shape[dim] > 1 and size > 1:
+                    scales = scales.repeat_interleave(size, dim).narrow(dim, 0, self.shape[dim])
+            wide.mul_(scales * unit)
+        return (wide if self.unit == 1.0 else wide.mul_(self.unit)).to(dtype)
+
+
+def _widened(codes: Tensor) -> tuple[Tensor, float]:
+    """Returns codes as float32, to be multiplied by a number as well.
+
+    torch casts float8 one by one on a CPU: 8.5 ns each, where the shift takes 0.7. Exponent and mantissa of e4m3 are
+    the upper bits of float16's, whose exponents begin at 2**-8 of e4m3's; its NaN would be 480.
+    """
+    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
+        return codes.float(), 1.0
+    halves = codes.view(torch.int8).to(torch.int16) << 7  # the sign twice, in bits 14 and 15
+    return halves.bitwise_and_(~(1 << 14)).view(torch.float16).float(), 256.0

@@ -154,6 +154,8 @@ def _check_plain(published: Published, names: Iterable[str]) -> None:
 def _as_spelled(plain: str, group: Mapping[str, str], spelled: Mapping[str, str]) -> str:
     """Returns the name of a plain weight with the prefix that one of its tensors is given."""
     name = group["codes"]
+    if spelled[name] == name:
+        return plain
     shared = len(_common_end(name, spelled[name]))
     return spelled[name][: len(spelled[name]) - shared] + plain[len(name) - shared :]
 
