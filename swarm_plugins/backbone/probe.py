@@ -108,6 +108,8 @@ def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch, twin: nn.Module
     carried = _carried(base, stack, watch.ids) if twin is not None else {}
     if twin is not None and carried:
         returned = _on_meta(twin, first, watch.arguments[stack.blocks.start])
+        # Not an object with states, which layers hand on if there is a cache.
+        carried = {key: place for key, place in carried.items() if isinstance(returned[place], Tensor)}
         columns = columns.with_carried(carried, [tuple(returned[place].shape[2:]) for place in carried.values()])
     if columns.shapes and any(stack.local_blocks):
         raise UnsupportedError(

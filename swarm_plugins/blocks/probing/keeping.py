@@ -85,7 +85,8 @@ def _in_class(cut: CutModel, family: type[DynamicCache], rows: int, blocks: rang
     past = in_class(ProbePast(blocks, cut.own_layers), family)
     call = Call(blocks=blocks, table=_table(cut, rows, blocks, 3), attention=cut.attention)
     cut.run_model(call, torch.zeros(rows, 3, dtype=torch.long, device=cut.device), past=past)
-    return dict(leaves({name: vars(past)[name] for name in further_attributes(family)}))
+    names = further_attributes(family)  # type: ignore[arg-type]  # classes are hashable
+    return dict(leaves({name: vars(past)[name] for name in names}))
 
 
 class _OnRandom:
@@ -118,9 +119,7 @@ def _places(cut: CutModel, found: Callable[[int, range], Found]) -> Places:
         alone = range(block, block + 1)
         two, three = (found(rows, alone) for rows in _ROWS)
         changed = {
-            path: tensor
-            for path, tensor in two.items()
-            if path not in before or not torch.equal(before[path], tensor)
+            path: tensor for path, tensor in two.items() if path not in before or not torch.equal(before[path], tensor)
         }
         places[block] = []
         for path, tensor in changed.items():
@@ -214,4 +213,3 @@ def _handed(cut: CutModel) -> int | str | None:
     without, with_cache = seen
     given = (key for key, value in with_cache.items() if without.get(key) is None and any(True for _ in leaves(value)))
     return next(given, None)
-
