@@ -43,7 +43,7 @@ def take_common_cache(model: PreTrainedModel, config: PreTrainedConfig, name: st
     if getattr(config, "layer_types", None) is None:
         # Caches that are made of it then know that there are states.
         config.layer_types = ["hybrid"] * int(config.num_hidden_layers)
-    model.__class__ = _taking(type(model), name or _COMMON)
+    model.__class__ = _taking(type(model), name or _COMMON)  # type: ignore[arg-type]  # classes are hashable
 
 
 class CacheSwap:
@@ -119,5 +119,5 @@ def _taking(original: type[PreTrainedModel], name: str) -> type[PreTrainedModel]
 
 
 def _rebuilt(original: type[PreTrainedModel], name: str) -> PreTrainedModel:
-    cls = _taking(original, name)
+    cls: type[PreTrainedModel] = _taking(original, name)  # type: ignore[arg-type]  # classes are hashable
     return cls.__new__(cls)

@@ -150,7 +150,7 @@ def leave_unscaled(config: PreTrainedConfig) -> None:
     Layers apart from each other would not agree on it. It computes the same without; float16 may overflow.
     """
     if getattr(config, "rescale_every", 0):
-        config.rescale_every = 0  # type: ignore[attr-defined]
+        config.rescale_every = 0
 
 
 def class_for_task(config: PreTrainedConfig, what: str, *tasks: Mapping[Any, Any]) -> type[PreTrainedModel]:

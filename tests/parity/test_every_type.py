@@ -100,8 +100,8 @@ DECODERS = {
     """),
     # Language models in checkpoints with towers for images or sound.
     *_names("""
-        dots3_note fuyu gemma3 gemma4 gemma4_unified got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5
-        qwen3_5_moe qwen4_exp
+        dots3_note emu3 fuyu gemma3 gemma4 gemma4_unified git got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal
+        qwen3_5 qwen3_5_moe qwen4_exp
     """),
 }
 """Decoders with the tokens, logits and gradients of the local model."""
@@ -118,9 +118,9 @@ REFUSED = _reasons({
     "cannot be served": "moshi",
     "lacks .*: fetch it again": "inkling2_text",
     "needs another package": "gemma3n",
-    "lists of decoder layers": "git hrm_text",
+    "lists of decoder layers": "hrm_text",
     "has no number of decoder layers": "blt",
-    "transformers has no model for model_type": "emu3 mllama",
+    "transformers has no model for model_type": "mllama",
 })  # fmt: skip
 """Decoders that are refused, and what is said."""
 
