@@ -104,14 +104,7 @@ def load_remote(
     # Not by the model's method, which refuses families without an interface for attention: theirs is never called.
     has_images = decoder is not model.base_model
     decoder.config._attn_implementation = register_attention(attention, has_images=has_images)
-    stack.own_cache = own_cache_name(checkpoint.config, decoder)
-    if stack.own_cache is not None:
-        take_common_cache(model, decoder.config, stack.own_cache)
-    if local and (stack.own_cache is not None or hasattr(decoder, "_setup_cache")):
-        raise UnsupportedError(
-            f"local_blocks={stack.local_blocks} cannot work with {type(model).__name__}, whose states are not in a "
-            "cache of transformers: leave all blocks to servers (local_blocks=(0, 0))"
-        )
+    _take_caches(model, checkpoint.config, decoder, stack)
     stack.watch(decoder)
     if not local:
         # transformers refuses drafts for models with states; servers take states back.
@@ -126,6 +119,21 @@ def load_remote(
     take_generation_config(model, checkpoint)
     quicken_head(model)
     return model
+
+
+def _take_caches(
+    model: PreTrainedModel, config: PreTrainedConfig, decoder: PreTrainedModel, stack: RemoteStack
+) -> None:
+    """Lets a model that keeps states by means of its own take caches of transformers."""
+    stack.own_cache = own_cache_name(config, decoder)
+    if stack.own_cache is None and not hasattr(decoder, "_setup_cache"):
+        return
+    if any(stack.local_blocks):
+        raise UnsupportedError(
+            f"local_blocks={stack.local_blocks} cannot work with {type(model).__name__}, whose states are not in a "
+            "cache of transformers: leave all blocks to servers (local_blocks=(0, 0))"
+        )
+    take_common_cache(model, decoder.config, stack.own_cache)
 
 
 def decoder_of(model: nn.Module, layer_path: str) -> PreTrainedModel:

@@ -1,5 +1,7 @@
 """Models that take no cache of transformers, but one of their own kind, such as RWKV, xLSTM and MiniMax.
 
+RecurrentGemma's states are on its modules, and it does not return the cache.
+
 Over a swarm they take a `Cache` by the usual name, ``past_key_values``, like all others: servers keep the states, and
 the decoder here runs without a cache. So ``generate()`` can do more with them than with the local model, whose states
 can be neither reordered nor cropped.
@@ -30,8 +32,8 @@ def own_cache_name(config: PreTrainedConfig, decoder: nn.Module) -> str | None:
     return next((name for name in _NAMES if name in known), None)
 
 
-def take_common_cache(model: PreTrainedModel, config: PreTrainedConfig, name: str) -> None:
-    """Makes a model take caches of transformers as ``past_key_values``.
+def take_common_cache(model: PreTrainedModel, config: PreTrainedConfig, name: str | None) -> None:
+    """Makes a model take and return caches of transformers as ``past_key_values``.
 
     Args:
         model: The whole model.
@@ -41,7 +43,7 @@ def take_common_cache(model: PreTrainedModel, config: PreTrainedConfig, name: st
     if getattr(config, "layer_types", None) is None:
         # Caches that are made of it then know that there are states.
         config.layer_types = ["hybrid"] * int(config.num_hidden_layers)
-    model.__class__ = _taking(type(model), name)
+    model.__class__ = _taking(type(model), name or _COMMON)  # type: ignore[arg-type]  # classes are hashable
 
 
 class CacheSwap:
@@ -91,15 +93,16 @@ def _taking(original: type[PreTrainedModel], name: str) -> type[PreTrainedModel]
         if past_key_values is not None:
             kwargs[name] = past_key_values
         output = original.forward(self, *args, **kwargs)
-        if hasattr(output, "keys") and output.get(name) is not None:
-            output[_COMMON] = output[name]
+        cache = output.get(name, kwargs.get(name)) if hasattr(output, "keys") else None
+        if cache is not None:
+            output[_COMMON] = cache
         return output
 
     signature = inspect.signature(original.forward)
     parameters = {**signature.parameters}
     common = inspect.Parameter(_COMMON, inspect.Parameter.KEYWORD_ONLY, default=None)
     rest = [parameters.pop(key) for key, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD]
-    parameters = {key: one for key, one in parameters.items() if key not in _NAMES}
+    parameters = {key: one for key, one in parameters.items() if key != _COMMON}
     forward.__signature__ = signature.replace(parameters=[*parameters.values(), common, *rest])  # type: ignore[attr-defined]
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -116,5 +119,5 @@ def _taking(original: type[PreTrainedModel], name: str) -> type[PreTrainedModel]
 
 
 def _rebuilt(original: type[PreTrainedModel], name: str) -> PreTrainedModel:
-    cls = _taking(original, name)
+    cls: type[PreTrainedModel] = _taking(original, name)  # type: ignore[arg-type]  # classes are hashable
     return cls.__new__(cls)

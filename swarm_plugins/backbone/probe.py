@@ -108,8 +108,9 @@ def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch, twin: nn.Module
     carried = _carried(base, stack, watch.ids) if twin is not None else {}
     if twin is not None and carried:
         returned = _on_meta(twin, first, watch.arguments[stack.blocks.start])
-        # Not indices: blocks that are not tied choose tokens themselves.
-        carried = {key: place for key, place in carried.items() if returned[place].is_floating_point()}
+        # Not an object with states, which layers hand on if there is a cache, nor indices: blocks that are not tied
+        # choose tokens themselves.
+        carried = {key: place for key, place in carried.items() if _is_floating(returned[place])}
         columns = columns.with_carried(carried, [tuple(returned[place].shape[2:]) for place in carried.values()])
     if columns.shapes and any(stack.local_blocks):
         raise UnsupportedError(
@@ -130,6 +131,10 @@ def _carried(base: nn.Module, stack: RemoteStack, ids: Tensor) -> dict[int | str
     except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return {}
     return find_carried(watch.handed, watch.arguments.get(first + 1, {}))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _on_meta(layer: nn.Module, hidden: Tensor, arguments: Arguments) -> Any:

@@ -201,8 +201,8 @@ def in_class(past: Past, family: type[DynamicCache]) -> Past:
 
     Everything else stays as the past has it.
     """
-    past.__class__ = _joined_class(type(past), family)
-    for name in further_attributes(family):
+    past.__class__ = _joined_class(type(past), family)  # type: ignore[arg-type]  # classes are hashable
+    for name in further_attributes(family):  # type: ignore[arg-type]
         vars(past)[name] = []
     return past
 

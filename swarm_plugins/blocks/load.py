@@ -11,10 +11,11 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.blocks.calls import BlockList, Passing
 from swarm_plugins.blocks.cut_model import CutModel
@@ -112,7 +113,7 @@ def load_span(
     store, published = open_quantized(checkpoint), Published.of(checkpoint)
     _check_stored(store, published, checkpoint, quantization, offload, elsewhere)
     config = _span_config(checkpoint)
-    base_class = class_for_task(config, "model", MODEL_MAPPING)
+    base_class = _base_class(checkpoint.config, config)
     with torch.device("meta"):
         outline = base_class(copy.deepcopy(config))
     path = layer_list_name(outline)
@@ -371,6 +372,18 @@ def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             setattr(config, flag, False)
     leave_unscaled(config)
     return config
+
+
+def _base_class(whole: PreTrainedConfig, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Returns the class of the base model for the config of a checkpoint's language model."""
+    language: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None)
+    is_known = type(config) in MODEL_MAPPING or whole.is_encoder_decoder
+    if is_known or type(config) is type(whole) or language is None or language.config_class is not type(config):
+        return class_for_task(config, "model", MODEL_MAPPING)
+    # No task is mapped to the decoder alone (Emu 3).
+    with torch.device("meta"):
+        base: type[PreTrainedModel] = type(language(copy.deepcopy(config)).base_model)
+    return base
 
 
 def _layers(model: nn.Module, path: str) -> nn.ModuleList:

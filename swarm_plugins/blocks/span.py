@@ -8,6 +8,7 @@ or of another session's step, in the same thread, from `Span.on_block_boundary`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class Span:
         self.never_called = traits.never_called
         """Block and path of modules whose weight is read by others: adapters there would do nothing."""
         self._takes_several = traits.takes_several
+        self._takes_rows = traits.takes_rows
         self._cut = cut
         self._experts = experts
 
@@ -129,18 +131,38 @@ class Span:
     def _step(self, step: StepInputs) -> SpanOutputs:
         """Runs a session's new tokens alone."""
         if self._takes_several or step.hidden.shape[1] == 1 or not step.cache.length:
-            return self._cut.step(step, self.on_block_boundary)
+            return self._step_at_once(step)
         cache, outputs = step.cache, []
         length, states = cache.length, cache.states
         try:
             for token in range(step.hidden.shape[1]):
-                outputs.append(self._cut.step(step.take_tokens(token, token + 1), self.on_block_boundary))
+                outputs.append(self._step_at_once(step.take_tokens(token, token + 1)))
                 cache.advance(1)
             made = cache.states
         finally:
             cache.length, cache.states = length, states
         cache.new_states = made
         return join_outputs(outputs, dim=1)
+
+    def _step_at_once(self, step: StepInputs) -> SpanOutputs:
+        """Runs all new tokens of a session at once; single ones row by row, if the family mixes these up."""
+        cache = step.cache
+        if self._takes_rows or cache.batch_size == 1 or step.hidden.shape[1] > 1:
+            return self._cut.step(step, self.on_block_boundary)
+        states, num_rows = cache.states, cache.batch_size
+        outputs, made = [], []
+        try:
+            cache.batch_size = 1
+            for row in range(num_rows):
+                alone = slice(row, row + 1)
+                cache.states = {key: cast("Tensor", one)[alone] for key, one in states.items()}
+                cache.new_states = {}
+                outputs.append(self._cut.step(step.take_rows(alone), self.on_block_boundary))
+                made.append(cast("dict[tuple[int, str, int], Tensor]", cache.new_states))
+        finally:
+            cache.states, cache.batch_size = states, num_rows
+        cache.new_states = {key: torch.cat([one[key] for one in made]) for key in made[0]}
+        return join_outputs(outputs, dim=0)
 
     def _check_step(self, step: StepInputs, blocks: range) -> None:
         cache = step.cache

@@ -147,11 +147,12 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 
 def leave_unscaled(config: PreTrainedConfig) -> None:
-    """Switches off that a model halves weights and hidden states every so many layers (RWKV, against overflows in
-    float16): layers apart from each other would not agree on it. What the model computes is the same.
+    """Switches off that a model halves weights and hidden states every so many layers (RWKV).
+
+    Layers apart from each other would not agree on it. It computes the same without; float16 may overflow.
     """
     if getattr(config, "rescale_every", 0):
-        config.rescale_every = 0  # type: ignore[attr-defined]
+        config.rescale_every = 0
 
 
 def class_for_task(config: PreTrainedConfig, what: str, *tasks: Mapping[Any, Any]) -> type[PreTrainedModel]:

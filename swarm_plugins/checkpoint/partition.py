@@ -39,7 +39,7 @@ def layer_list_name(model: nn.Module) -> str:
     if not classes:
         found = [name for name, module in model.named_modules() if _is_like_layers(module, model)]
     if len(found) > 1:
-        found = _in_decoder(model, found) or found
+        found = _in_decoder(model, found) or _of_same_config(model, found) or found
     if len(found) == 1:
         return found[0]
     what = f"{type(model).__name__} has {len(found)} lists of decoder layers ({', '.join(found) or 'none'})"
@@ -57,6 +57,12 @@ def _in_decoder(model: nn.Module, names: Sequence[str]) -> list[str]:
         return []
     inside = {id(module) for module in decoder.modules()}
     return [name for name in names if id(model.get_submodule(name)) in inside]
+
+
+def _of_same_config(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns which lists belong to modules with the model's own config, as towers beside the decoder do not (GIT)."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    return [name for name, owner in owners.items() if getattr(owner, "config", None) is getattr(model, "config", owner)]
 
 
 def _is_like_layers(module: nn.Module, model: nn.Module) -> bool:

@@ -74,9 +74,17 @@ def compare_with_local(remote: PreTrainedModel, directory: Path) -> None:
     """
     local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     for what, say in (("a prompt", _prompt), ("a padded batch", _padded)):
-        _check_said(what, said(remote, say()), said(local, say()))
+        _check_said(what, said(remote, say()), said(local, say(), **trusted(local)))
     check_equal("logits of a padded batch", padded_logits(remote), padded_logits(local))
     _check_gradients(gradients(remote), gradients(local), owned=_owned(remote))
+
+
+def trusted(local: PreTrainedModel) -> dict[str, Any]:
+    """Returns options of ``generate()`` with which a local model is right.
+
+    With a cache of their own kind some families mix up rows (RWKV), and none reorders it.
+    """
+    return {} if local._supports_default_dynamic_cache() else {"use_cache": False}
 
 
 def _prompt() -> dict[str, Tensor]:

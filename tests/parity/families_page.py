@@ -28,8 +28,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs/reference/families.md"
 WHY = {
     "do not run apart from each other": "layers hand on more than hidden states",
     "gives its layers hidden states of shape": "hidden states have other tokens or another order of axes",
-    "do not run with the caches of a server": "it has a cache of its own kind",
-    "cannot be served": "its states or windows are kept outside the caches that servers have",
+    "cannot be served": "its window is made by the cache of transformers alone, and depends on how a text is cut",
     "lacks .*: fetch it again": "its checkpoint keeps weights of blocks elsewhere",
     "needs another package": "its tower needs the package timm: with it, as `gemma3n_text`",
     "lists of decoder layers": "it has several lists of layers",
@@ -75,7 +74,9 @@ themselves, with LoRA, and when a server is killed. Refused are LoRA on `gpt2`, 
 stored as `[in, out]`) and on the experts of `longcat_flash`; `openai-gpt` takes no cache, and so no drafts. `mamba`,
 `mamba2` and `falcon_mamba`, whose cache has a name of its own, take drafts by `Speculation` alone, and no prompts in
 chunks. Padded batches with drafts can differ in `deepseek_v4` and `minimax_m3_vl_text`, whose local models depend on
-how a padded text is cut.
+how a padded text is cut. `minimax`, `recurrent_gemma`, `rwkv` and `xlstm` keep their states in other ways than a cache
+of transformers: over a swarm they take one, as `past_key_values`, with beams and drafts, which their local models lack
+or get wrong; so beams and batches are compared with the local model without its cache. All their blocks are remote.
 
 A session keeps *keys and values* of each token, *states* (of recurrences and convolutions, or compressed tokens), or an
 *indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward: parts of prompts

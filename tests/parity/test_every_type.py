@@ -66,10 +66,23 @@ QUICK = (
     "gemma4_text",
     "zamba2",
     "zaya",
+    "minimax",
+    "recurrent_gemma",
+    "rwkv",
 )
 # One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
-# indexer's keys, no cache at all.
-QUICK_WAYS = ("llama", "openai-gpt", "mamba", "qwen3_5_moe_text", "nemotron_h", "deepseek_v32", "gemma3n_text")
+# indexer's keys, states in an object of the family's own and on modules, no cache at all.
+QUICK_WAYS = (
+    "llama",
+    "openai-gpt",
+    "mamba",
+    "qwen3_5_moe_text",
+    "nemotron_h",
+    "deepseek_v32",
+    "gemma3n_text",
+    "recurrent_gemma",
+    "rwkv",
+)
 DECODERS = {
     *QUICK,
     *_names("""
@@ -83,12 +96,12 @@ DECODERS = {
         mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
         modernbert-decoder mpt nanochat nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe qwen2
         qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open
-        starcoder2 vaultgemma xglm youtu zamba
+        starcoder2 vaultgemma xglm xlstm youtu zamba
     """),
     # Language models in checkpoints with towers for images or sound.
     *_names("""
-        dots3_note fuyu gemma3 gemma4 gemma4_unified got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal qwen3_5
-        qwen3_5_moe qwen4_exp
+        dots3_note emu3 fuyu gemma3 gemma4 gemma4_unified git got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal
+        qwen3_5 qwen3_5_moe qwen4_exp
     """),
 }
 """Decoders with the tokens, logits and gradients of the local model."""
@@ -102,13 +115,12 @@ WORKS = {*DECODERS, *ENCODERS}
 REFUSED = _reasons({
     "do not run apart from each other": "reformer",
     "gives its layers hidden states of shape": "cpmant xlnet",
-    "do not run with the caches of a server": "minimax rwkv xlstm",
-    "cannot be served": "moshi recurrent_gemma",
+    "cannot be served": "moshi",
     "lacks .*: fetch it again": "inkling2_text",
     "needs another package": "gemma3n",
-    "lists of decoder layers": "git hrm_text",
+    "lists of decoder layers": "hrm_text",
     "has no number of decoder layers": "blt",
-    "transformers has no model for model_type": "emu3 mllama",
+    "transformers has no model for model_type": "mllama",
 })  # fmt: skip
 """Decoders that are refused, and what is said."""
 

@@ -85,7 +85,8 @@ def _in_class(cut: CutModel, family: type[DynamicCache], rows: int, blocks: rang
     past = in_class(ProbePast(blocks, cut.own_layers), family)
     call = Call(blocks=blocks, table=_table(cut, rows, blocks, 3), attention=cut.attention)
     cut.run_model(call, torch.zeros(rows, 3, dtype=torch.long, device=cut.device), past=past)
-    return dict(leaves({name: vars(past)[name] for name in further_attributes(family)}))
+    names = further_attributes(family)  # type: ignore[arg-type]  # classes are hashable
+    return dict(leaves({name: vars(past)[name] for name in names}))
 
 
 class _OnRandom:

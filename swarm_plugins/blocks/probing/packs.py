@@ -84,6 +84,34 @@ def takes_several(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV])
     return distance(added(1, 1, 1), added(1, 2)) < (1e-3 if cut.dtype == torch.float32 else 0.05)
 
 
+def takes_rows(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> bool:
+    """Compares a token of two rows at once with the same two apart.
+
+    RWKV of transformers mixes up the rows of single tokens.
+
+    Raises:
+        UnsupportedError: If rows are mixed up of blocks with keys and values.
+    """
+    if cut.keeper is None:
+        return True
+    rows = torch.cat([hidden, hidden.flip(1)])
+
+    def added(*some: Tensor) -> Tensor:
+        sessions = [Session(cut, layouts, len(one)) for one in some]
+        parts = [
+            [session.run(one[:, :2]), session.run(one[:, 2:])] for session, one in zip(sessions, some, strict=True)
+        ]
+        return torch.cat([part[1] for part in parts]) - rows[:, 2:]
+
+    try:
+        is_equal = distance(added(rows[:1], rows[1:]), added(rows)) < _tolerance(cut)
+    except FAULTS:
+        is_equal = False
+    if not is_equal and any(layout.key_heads for layout in layouts.values()):
+        raise UnsupportedError(f"blocks of {type(cut.model).__name__} mix up the rows of a batch: use another model")
+    return is_equal
+
+
 def _tolerance(cut: CutModel) -> float:
     # Far above rounding, even where it sends a token to another expert; far below the effect of foreign tokens.
     return 0.02 if cut.dtype == torch.float32 else 0.1

@@ -15,7 +15,7 @@ from swarm_plugins.blocks.probing.called import never_called
 from swarm_plugins.blocks.probing.form import learn_form
 from swarm_plugins.blocks.probing.keeping import learn_keeper
 from swarm_plugins.blocks.probing.layouts import layouts_of
-from swarm_plugins.blocks.probing.packs import packing_of, takes_several
+from swarm_plugins.blocks.probing.packs import packing_of, takes_rows, takes_several
 from swarm_plugins.blocks.probing.windows import with_windows
 
 
@@ -28,6 +28,8 @@ class Traits(NamedTuple):
     """How sessions can share a forward."""
     takes_several: bool
     """Whether several tokens may follow cached ones at once."""
+    takes_rows: bool
+    """Whether a token of several rows may run at once."""
     never_called: frozenset[tuple[int, str]]
     """Block and path of modules whose weight is read by others."""
     takes_ids: bool = False
@@ -41,7 +43,8 @@ class Traits(NamedTuple):
 def probe(cut: CutModel) -> Traits:
     """Runs a model to learn what it caches and how sessions can share a forward.
 
-    Sets ``cut.columns``, ``cut.hidden_size``, ``cut.num_returned``, ``cut.keeper``, ``cut.handed``, and ``cut.attention`` if it does not fit the model.
+    Sets ``cut.columns``, ``cut.hidden_size``, ``cut.num_returned``, ``cut.keeper``, ``cut.handed``, and
+    ``cut.attention`` if it does not fit the model.
 
     Raises:
         UnsupportedError: If blocks depend on more than hidden states, or do without attention.
@@ -56,6 +59,7 @@ def probe(cut: CutModel) -> Traits:
             with_windows(cut, layouts, packing, kinds),
             packing=packing,
             takes_several=takes_several(cut, hidden, layouts),
+            takes_rows=takes_rows(cut, hidden, layouts),
             never_called=never_called(cut, hidden, layouts),
             takes_ids=are_ids_taken,
             mask_kinds=kinds,
