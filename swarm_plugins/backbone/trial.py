@@ -93,7 +93,6 @@ def _fault_of(described: _Described) -> str | None:
     """Returns how a family's cut model differs from the whole one, in one line; None: it does not."""
     try:
         with (
-            without_bars(),
             quiet_transformers(),
             torch.random.fork_rng(devices=[]),
             _small_models(described.config) as models,
