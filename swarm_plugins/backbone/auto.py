@@ -22,6 +22,7 @@ from swarm_plugins.backbone.here import load_here
 from swarm_plugins.backbone.injection import watch_injection
 from swarm_plugins.backbone.loading import check_local_blocks, load_remote
 from swarm_plugins.backbone.stack import RemoteStack
+from swarm_plugins.backbone.trial import try_family
 from swarm_plugins.borders import check_borders, tied_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.loading import class_for_task
@@ -119,6 +120,7 @@ class _AutoSwarm:
         tied = tied_blocks(checkpoint.config)
         first, last = config.local_blocks
         check_borders(range(first, num_blocks - last), tied, num_blocks)
+        try_family(checkpoint.config, checkpoint.name)
         stack = RemoteStack(
             version=checkpoint.version,
             num_blocks=num_blocks,

@@ -17,6 +17,8 @@ from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.transport.config import NodeConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from swarm_plugins.metrics.endpoint import Endpoint
     from swarm_plugins.server.elsewhere import FetchExperts
 
@@ -135,12 +137,19 @@ def serve(
             prepare_process(log_level, threads, log_format=log_format)
             if embedding is not None:
                 config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
-            server = SwarmServer(config, _fetch_experts() if config.remote_experts else None)
+            server = SwarmServer(config, _fetch_experts() if config.remote_experts else None, _try_family)
             if metrics is not None:
                 from swarm_plugins.metrics.server import ServerCollector
 
                 metrics.registry.register(ServerCollector(server))
             run_server(server, embedding)
+
+
+def _try_family(config: PreTrainedConfig, name: str) -> None:
+    # Builds a client's model, too: a server of a family that is known loads none of that.
+    from swarm_plugins.backbone.trial import try_family
+
+    try_family(config, name)
 
 
 def _fetch_experts() -> FetchExperts:

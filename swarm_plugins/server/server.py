@@ -10,11 +10,13 @@ from types import TracebackType
 
 import msgspec
 import torch
+from transformers import PreTrainedConfig
 
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.borders import tied_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.tried import is_tried
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.offload.held import HeldExperts
@@ -59,6 +61,10 @@ _NO_FETCHING = (
     "remote_experts: experts of other servers are asked for as a client does: give SwarmServer(config, fetch_experts="
     "RemoteShare), from swarm_plugins.remote_experts.owner"
 )
+_NOT_TRIED = (
+    "was never tried with this release of transformers: give SwarmServer(config, try_family=try_family), from "
+    "swarm_plugins.backbone.trial, which compares a small model of it"
+)
 _GRACE_S = 5.0
 """How long `SwarmServer.close` waits for running requests."""
 
@@ -69,16 +75,24 @@ class SwarmServer:
     Args:
         config: What to serve and how.
         fetch_experts: How experts are asked for that other peers hold. None: `ServeConfig.remote_experts` is refused.
+        try_family: Compares a cut model of a config with the whole one. None: a model type that nobody has compared is
+            refused when the server starts.
 
     Raises:
         ConfigError: If experts of other peers are wanted, and it is not said how they are asked for.
     """
 
-    def __init__(self, config: ServeConfig, fetch_experts: FetchExperts | None = None) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        fetch_experts: FetchExperts | None = None,
+        try_family: Callable[[PreTrainedConfig, str], None] | None = None,
+    ) -> None:
         if config.remote_experts and fetch_experts is None:
             raise ConfigError(_NO_FETCHING)
         self.config = config
         self._fetch_experts = fetch_experts
+        self._try_family = try_family
         self._points = Points(config.points_file)
         self._ledger = Ledger(config.request_bytes or MAX_REQUEST_BYTES, groups=self._points)
         self._presence: Presence | None = None
@@ -154,12 +168,20 @@ class SwarmServer:
             await self.close()
             raise
 
+    def _check_family(self, checkpoint: Checkpoint) -> None:
+        if is_tried(checkpoint.config):
+            return
+        if self._try_family is None:
+            raise ConfigError(f"model_type {checkpoint.config.model_type!r} {_NOT_TRIED}")
+        self._try_family(checkpoint.config, checkpoint.name)
+
     async def _start(self, on_joined: Callable[[SwarmServer], object] | None) -> None:
         config = self.config
         config.check_files()
         device = checked_device(config.device)
         await in_thread(self._points.load)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
+        await in_thread(lambda: self._check_family(checkpoint))
         weights = await in_thread(lambda: hosted_weights(checkpoint, config))
         num_blocks = num_blocks_of(checkpoint.config)
         named = config.span_of(num_blocks, tied_blocks(checkpoint.config))

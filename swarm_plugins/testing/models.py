@@ -17,9 +17,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from swarm_plugins.checkpoint.tiny import VOCAB_SIZE, randomize
 from swarm_plugins.errors import ConfigError
 
-VOCAB_SIZE = 128
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 _DENSE: dict[str, object] = {
@@ -127,7 +127,7 @@ def tiny_model(family: str, *, seed: int = 0, num_layers: int = 4) -> PreTrained
         torch.manual_seed(seed)
         build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
         model = build(config, dtype=torch.float32)
-    _randomize(model, torch.Generator().manual_seed(seed))
+    randomize(model, torch.Generator().manual_seed(seed))
     model.train(False)
     return model
 
@@ -170,22 +170,3 @@ def save_tiny(
     tiny_model(family, seed=seed, num_layers=num_layers).save_pretrained(path, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(path)
     return path
-
-
-@torch.no_grad()
-def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Fills matrices by fan-in and perturbs vectors, so that a lost weight changes outputs."""
-    embeddings = model.get_input_embeddings().get_parameter("weight")
-    # Saved buffers too (DeepSeek's router bias is one); tables that are computed from the config are not saved.
-    saved = model.state_dict(keep_vars=True)
-    for name in sorted(saved):
-        tensor = saved[name]
-        if not tensor.is_floating_point():
-            continue
-        noise = torch.randn(tensor.shape, generator=generator)
-        if tensor is embeddings:
-            tensor.copy_(noise)
-        elif tensor.ndim >= 2:
-            tensor.copy_(noise * tensor.shape[-1] ** -0.5)
-        else:
-            tensor.add_(noise * 0.1)

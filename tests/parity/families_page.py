@@ -14,7 +14,7 @@ from pathlib import Path
 
 import transformers
 from image_models import SETTINGS
-from test_every_type import CRASHES, DECODERS, ENCODERS, REFUSED
+from test_every_type import CRASHES, REFUSED
 from transformers.utils.logging import disable_progress_bar
 from type_models import save_type
 
@@ -23,6 +23,7 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.tried import DECODERS, ENCODERS
 
 PAGE = Path(__file__).parent.parent.parent / "docs/reference/families.md"
 WHY = {
@@ -66,8 +67,9 @@ def page() -> str:
 
 The types of causal language models of transformers {version}, by `model_type`. Of {total} decoders, {len(DECODERS)} run
 on a swarm: a tiny random model of each, on two servers, gives the tokens, logits and gradients of the local one. The
-others are refused when they are loaded, with the reason. A type that a later release brings is tried in the same way
-before it gets a line here.
+others are refused when they are loaded, with the reason. With another release of transformers, or a type of your own,
+servers and clients first try a small random model of the config, cut in two, and refuse the model if its logits or
+gradients are not those of the whole; that takes some seconds. It has no images.
 
 Each of them is compared in beam search, with drafts, with prompts in chunks, with copies of a cache that go on by
 themselves, with LoRA, and when a server is killed. Refused are LoRA on `gpt2`, `gpt-sw3` and `openai-gpt` (weights

@@ -15,7 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from type_models import OVERRIDES, _merged, _shrunk
 
-from swarm_plugins.testing.models import _randomize, tiny_tokenizer
+from swarm_plugins.checkpoint.tiny import randomize
+from swarm_plugins.testing.models import tiny_tokenizer
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _PLANES = {"rope_parameters": _ROPE}
@@ -77,7 +78,7 @@ def save_image_type(model_type: str, directory: Path, **changes: Any) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    _randomize(model, torch.Generator().manual_seed(0))
+    randomize(model, torch.Generator().manual_seed(0))
     model.save_pretrained(directory)
     return directory
 

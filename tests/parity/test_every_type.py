@@ -29,6 +29,7 @@ from swarm_plugins.blocks.runner import SpanInputs
 from swarm_plugins.borders import pieces
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.tried import DECODERS, ENCODERS
 from swarm_plugins.errors import UnsupportedError
 
 
@@ -71,6 +72,7 @@ QUICK = (
     "rwkv",
 )
 # One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
+<<<<<<< HEAD
 # indexer's keys, states in an object of the family's own and on modules, no cache at all.
 QUICK_WAYS = (
     "llama",
@@ -110,7 +112,12 @@ ENCODERS = _names("""
     xlm-roberta xlm-roberta-xl
 """)
 """Encoders whose causal language models have them, too."""
+=======
+# indexer's keys, no cache at all.
+QUICK_WAYS = ("llama", "openai-gpt", "mamba", "qwen3_5_moe_text", "nemotron_h", "deepseek_v32", "gemma3n_text")
+>>>>>>> probe
 WORKS = {*DECODERS, *ENCODERS}
+"""Types with the tokens, logits and gradients of the local model."""
 
 REFUSED = _reasons({
     "do not run apart from each other": "reformer",

@@ -22,77 +22,9 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from swarm_plugins.testing.models import VOCAB_SIZE, _randomize
+from swarm_plugins.checkpoint.tiny import NUM_LAYERS, SHRUNK, WIDTH, WINDOW, randomize
 
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-WIDTH = 32
-NUM_LAYERS = 4
-# Shorter than the prompts: what has left the window must be gone.
-WINDOW = 8
-
-
-def _all(value: object, names: str) -> dict[str, object]:
-    return dict.fromkeys(names.split(), value)
-
-
-# Prompts contain tokens from 3 to 99.
-_SPECIAL = (
-    "image_token_id video_token_id audio_token_id vision_start_token_id vision_end_token_id boi_token_id eoi_token_id "
-    "boa_token_id eoa_token_id eod_token_id sep_token_id cls_token_id image_token_index boi_token_index "
-    "eoi_token_index eoa_token_index"
-)
-
-# By the names in configs, whichever of them a type has.
-SHRUNK: Mapping[str, object] = {
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    **_all(1, "bos_token_id decoder_start_token_id"),
-    **{name: 110 + index for index, name in enumerate(_SPECIAL.split())},
-    **_all(VOCAB_SIZE, "vocab_size unpadded_vocab_size vocab_size_per_layer_input audio_vocab_size"),
-    **_all(WIDTH, "hidden_size n_embd d_model dim_model_base word_embed_proj_dim embedding_dim emb_dim"),
-    **_all(WIDTH, "attention_hidden_size lru_width expert_ffn_hidden_size"),
-    **_all(48, "intermediate_size dff dim_ff ffn_dim d_inner intermediate_size_mlp ffn_hidden_size feed_forward_size"),
-    **_all(48, "dense_intermediate_size prefix_dense_intermediate_size"),
-    **_all(24, "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
-    **_all(24, "moe_shared_expert_intermediate_size shared_intermediate_size router_hidden_size"),
-    **_all(NUM_LAYERS, "num_hidden_layers n_layer n_layers num_layers"),
-    **_all(4, "num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads"),
-    **_all(4, "linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads"),
-    **_all(2, "num_key_value_heads swa_num_key_value_heads num_kv_heads linear_num_key_heads"),
-    **_all(8, "head_dim dim_head d_head swa_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim"),
-    **_all(8, "attention_head_size kv_channels rotary_dim query_pre_attn_scalar"),
-    **_all(16, "mamba_d_head mamba_head_dim"),
-    **_all(256, "max_position_embeddings n_positions n_ctx max_seq_len context_length"),
-    **_all(WINDOW, "sliding_window sliding_window_size attention_window_size window_size local_attention"),
-    **_all(WINDOW, "attention_chunk_size keep_window_size"),
-    **_all(4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
-    **_all(2, "num_experts_per_tok moe_topk moe_k top_k_experts"),
-    **_all(2, "n_group zero_expert_num n_layers_per_attn_res_block"),
-    **_all(1, "topk_group first_k_dense_replace num_dense_layers n_shared_experts moe_num_shared_experts"),
-    **_all(1, "num_shared_experts"),
-    **_all(16, "kv_lora_rank q_lora_rank o_lora_rank hc_lowrank gated_norm_rank adapter_rank"),
-    **_all(8, "qk_nope_head_dim qk_rope_head_dim v_head_dim laurel_rank hidden_size_per_layer_input d_rel"),
-    # Few heads tie (the ReLU of all is zero), and ties are broken by the number of keys.
-    **_all(16, "index_n_heads index_head_dim indexer_n_heads indexer_head_dim"),
-    **_all(4, "index_topk"),
-    **_all(8, "mamba_d_state ssm_state_size state_size"),
-    **_all(2, "mamba_n_groups n_groups mamba_ngroups"),
-    **_all(8, "mamba_chunk_size chunk_size"),
-    # Towers of multimodal types; they are built, and prompts have no images.
-    **_all(32, "image_size"),
-    **_all(8, "patch_size"),
-    **_all(WIDTH, "adapter_in_dim adapter_out_dim adapter_input_size downsample_hidden_size out_hidden_size"),
-    **_all(WIDTH, "vision_output_dim mlp_dim"),
-    **_all(WIDTH, "projector_input_dim projector_output_dim ext_pw_out_channel depthwise_separable_out_channel"),
-    **_all(WIDTH, "nemo_conv_channels output_channels"),
-    **_all(NUM_LAYERS, "num_blocks depth encoder_layers decoder_layers"),
-    **_all(4, "encoder_attention_heads decoder_attention_heads"),
-    **_all(48, "encoder_ffn_dim decoder_ffn_dim"),
-    **_all(0, "num_nextn_predict_layers num_mtp_layers layerdrop"),
-    "use_mamba_kernels": False,
-    "use_sliding_window": True,
-    "rel_extent": 16,
-}
 # Lists with an entry a layer.
 KINDS = ("layer_types", "layers_block_type", "block_types")
 _MIXED = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
@@ -292,10 +224,14 @@ def tiny_type_model(model_type: str, *, seed: int = 0) -> PreTrainedModel:
         else:
             model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+<<<<<<< HEAD
     _randomize(model, generator)
     for module in model.modules():
         if hasattr(module, "decay_factors"):  # tables that are saved (MiniMax)
             model._init_weights(module)
+=======
+    randomize(model, generator)
+>>>>>>> probe
     for name, table in model.named_buffers():
         if name.endswith(".tid2eid"):  # the experts of each token
             experts = torch.rand(len(table), config.num_local_experts, generator=generator).argsort(dim=1)

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from swarm_plugins.testing.models import _randomize
+from swarm_plugins.checkpoint.tiny import randomize
 
 TEXT = "The quick brown fox jumps over 13 lazy dogs, isn't it? " * 4 + "Pack my box with 52 dozen jugs of liquor. " * 4
 PROMPT = "The lazy fox isn't 52"
@@ -72,7 +72,7 @@ def save_model(name: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32)
-    _randomize(model, torch.Generator().manual_seed(0))
+    randomize(model, torch.Generator().manual_seed(0))
     model.save_pretrained(folder)
     _tokenizer(tokenizer).save_pretrained(folder)
     return folder
