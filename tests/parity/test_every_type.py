@@ -72,7 +72,6 @@ QUICK = (
     "rwkv",
 )
 # One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
-<<<<<<< HEAD
 # indexer's keys, states in an object of the family's own and on modules, no cache at all.
 QUICK_WAYS = (
     "llama",
@@ -85,37 +84,6 @@ QUICK_WAYS = (
     "recurrent_gemma",
     "rwkv",
 )
-DECODERS = {
-    *QUICK,
-    *_names("""
-        afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet codegen cohere2
-        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v4 diffllama doge dots1
-        dots3_note_text ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint
-        gemma gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt_bigcode gpt_neo
-        gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-        helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text internlm3 iquestcoder jais2
-        jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba2 mellum
-        mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
-        modernbert-decoder mpt nanochat nemotron olmo olmo3 olmo_hybrid olmoe openai-gpt opt phi3 phimoe qwen2
-        qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open
-        starcoder2 vaultgemma xglm xlstm youtu zamba
-    """),
-    # Language models in checkpoints with towers for images or sound.
-    *_names("""
-        dots3_note emu3 fuyu gemma3 gemma4 gemma4_unified git got_ocr2 llama4 moss_transcribe_diarize phi4_multimodal
-        qwen3_5 qwen3_5_moe qwen4_exp
-    """),
-}
-"""Decoders with the tokens, logits and gradients of the local model."""
-ENCODERS = _names("""
-    bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta roc_bert
-    xlm-roberta xlm-roberta-xl
-""")
-"""Encoders whose causal language models have them, too."""
-=======
-# indexer's keys, no cache at all.
-QUICK_WAYS = ("llama", "openai-gpt", "mamba", "qwen3_5_moe_text", "nemotron_h", "deepseek_v32", "gemma3n_text")
->>>>>>> probe
 WORKS = {*DECODERS, *ENCODERS}
 """Types with the tokens, logits and gradients of the local model."""
 

@@ -224,14 +224,10 @@ def tiny_type_model(model_type: str, *, seed: int = 0) -> PreTrainedModel:
         else:
             model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
-<<<<<<< HEAD
-    _randomize(model, generator)
+    randomize(model, generator)
     for module in model.modules():
         if hasattr(module, "decay_factors"):  # tables that are saved (MiniMax)
             model._init_weights(module)
-=======
-    randomize(model, generator)
->>>>>>> probe
     for name, table in model.named_buffers():
         if name.endswith(".tid2eid"):  # the experts of each token
             experts = torch.rand(len(table), config.num_local_experts, generator=generator).argsort(dim=1)
