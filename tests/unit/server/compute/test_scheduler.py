@@ -124,6 +124,7 @@ def test_a_step_that_fails_in_a_pack_pays_for_the_whole_of_it(
         runner.gate.set()
         await first
         await asyncio.gather(*tasks, return_exceptions=True)
+        await scheduler.call(lambda: None, timeout_s=20)  # all results are handed over before the pack is charged
 
     asyncio.run(scene())
     # What it had alone, and the pack.
