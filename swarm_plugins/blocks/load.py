@@ -383,7 +383,7 @@ def _base_class(whole: PreTrainedConfig, config: PreTrainedConfig) -> type[PreTr
     # No task is mapped to the decoder alone (Emu 3).
     with torch.device("meta"):
         base: type[PreTrainedModel] = type(language(copy.deepcopy(config)).base_model)
-    return base
+    return class_for_task(config, "model", MODEL_MAPPING) if base is language else base
 
 
 def _layers(model: nn.Module, path: str) -> nn.ModuleList:
