@@ -156,7 +156,7 @@ def test_pages_of_beginnings_hold_codes(spans: dict[str, tuple[Span, Span]]) -> 
     keys = store.keys(begun, inputs)
     with closing(coded.new_cache(1, BLOCKS)) as cache:
         [outputs] = coded.step([StepInputs(cache=cache, blocks=BLOCKS, hidden=hidden)])
-        store.keep(cache, begun, keys, outputs.hidden)
+        store.keep("a", cache, begun, keys, outputs.hidden)
         assert store.num_bytes == 2 * PAGE_TOKENS * (coded.spec.kv_token_bytes + WIDTH * 4)
         with closing(coded.new_cache(1, BLOCKS)) as other:
             assert len(store.restore(other, keys)) == 2
