@@ -119,9 +119,7 @@ def _places(cut: CutModel, found: Callable[[int, range], Found]) -> Places:
         alone = range(block, block + 1)
         two, three = (found(rows, alone) for rows in _ROWS)
         changed = {
-            path: tensor
-            for path, tensor in two.items()
-            if path not in before or not torch.equal(before[path], tensor)
+            path: tensor for path, tensor in two.items() if path not in before or not torch.equal(before[path], tensor)
         }
         places[block] = []
         for path, tensor in changed.items():
@@ -215,4 +213,3 @@ def _handed(cut: CutModel) -> int | str | None:
     without, with_cache = seen
     given = (key for key, value in with_cache.items() if without.get(key) is None and any(True for _ in leaves(value)))
     return next(given, None)
-
