@@ -206,6 +206,8 @@ class Mover:
             mobility="pinned",
             total_kv_tokens=span.spec.kv_tokens(self.config.kv_bytes),
             kv_row_tokens=span.spec.kv_row_tokens,
+            kv_token_bytes=span.spec.kv_token_bytes,
+            kv_row_bytes=span.spec.kv_row_bytes,
             **changes,
         )
 

@@ -266,6 +266,8 @@ class SwarmServer:
             network_tokens_s=await rate_of_network(span, self._joined(), self.info),
             total_kv_tokens=kv_tokens,
             kv_row_tokens=span.spec.kv_row_tokens,
+            kv_token_bytes=span.spec.kv_token_bytes,
+            kv_row_bytes=span.spec.kv_row_bytes,
             max_session_tokens=max_session_tokens,
             needs=() if share is None else share.needs,
             pushes=True,

@@ -197,8 +197,11 @@ def check_server_info(info: ServerInfo) -> None:
             raise ProtocolError(f"server claims to move to or from blocks [{start}, {end}) of {info.num_blocks}")
     most = (info.max_batch_tokens, info.max_session_tokens)
     counts = (info.free_kv_tokens, info.total_kv_tokens, info.kv_row_tokens, info.served_tokens, *most)
-    if not all(0 <= value < 1 << 53 for value in counts):
-        raise ProtocolError(f"server claims impossible token counts {counts}")
+    if not all(0 <= value < 1 << 53 for value in (*counts, info.kv_token_bytes, info.kv_row_bytes)):
+        raise ProtocolError(
+            f"server claims impossible token counts {counts}, or sessions of {info.kv_token_bytes} bytes a token and "
+            f"{info.kv_row_bytes} a row"
+        )
     _check_experts(info)
     names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters, *info.codecs)
     # They are shown to people: no line breaks, no terminal sequences.

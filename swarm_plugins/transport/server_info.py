@@ -50,6 +50,10 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     """Tokens, cached for the whole span, that the KV budget holds."""
     kv_row_tokens: int = 0
     """Tokens of that count that each row of a session after the first takes at any length, for states of fixed size."""
+    kv_token_bytes: int = 0
+    """Bytes that a token of a session takes in the caches of the whole span, as far as all tokens are kept."""
+    kv_row_bytes: int = 0
+    """Bytes that each row of a session takes there at any length: states, and those before the last step."""
     max_batch_tokens: int = 0
     """Largest ``B * S`` of one request."""
     max_session_tokens: int = 0

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from swarm_plugins.cli.support.output import wide_console
 from swarm_plugins.client.discovery.missing import ranges, runs
+from swarm_plugins.sizes import format_bytes
 from swarm_plugins.survey import Joining, ModelStatus, ServerStatus
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -134,6 +135,12 @@ def _cells(server: ServerStatus, label: str, rate: float | None) -> dict[str, st
     }
 
 
+def _sessions(info: ServerInfo) -> str:
+    """Returns what a row of a session takes where its model has states of fixed size."""
+    tokens = f" and {format_bytes(info.kv_token_bytes)} a token" if info.kv_token_bytes else ""
+    return f"states of {format_bytes(info.kv_row_bytes)}{tokens}"
+
+
 def _remarks(server: ServerStatus) -> list[str]:
     """Returns what does not fit into the table: why a server is not used, its experts, its adapters."""
     adapters = ", ".join(server.info.adapters)
@@ -145,6 +152,7 @@ def _remarks(server: ServerStatus) -> list[str]:
         f"is in quarantine: {server.quarantine}": server.quarantine,
         lost: server.reason and not server.is_reachable,
         _experts(server.info): True,
+        f"keeps {_sessions(server.info)} in each row of a session": server.info.kv_row_bytes,
         f"holds the adapters {adapters}": adapters,
         f"ran forwards again for their backward: {unkept}; more --activation-bytes would save it that": unkept,
         f"refused hidden states that other servers pushed, late or not allowed: {refused}": refused,

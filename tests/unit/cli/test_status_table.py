@@ -90,6 +90,19 @@ def test_table_names_servers_that_refuse_pushes_or_run_forwards_twice() -> None:
     ]
 
 
+def test_table_says_what_states_take() -> None:
+    servers = [
+        server("QmHybrid", 0, 8, kv_row_bytes=3_000_000, kv_token_bytes=2_000),
+        server("QmStates", 0, 8, kv_row_bytes=3_000_000),
+        server("QmTokens", 0, 8, kv_token_bytes=2_000),
+    ]
+    lines = printed(tiny(*servers)).splitlines()
+    assert [line for line in lines if "keeps" in line] == [
+        "QmHybrid keeps states of 3 MB and 2 KB a token in each row of a session",
+        "QmStates keeps states of 3 MB in each row of a session",
+    ]
+
+
 def test_table_says_once_that_a_server_cannot_be_reached() -> None:
     reasons = {
         "QmGone": "peer QmGone cannot be reached: its address is not known",

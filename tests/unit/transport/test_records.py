@@ -213,6 +213,8 @@ def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
         {"decode_s": -1.0},
         {"load": math.inf},
         {"free_kv_tokens": -1},
+        {"kv_token_bytes": -1},
+        {"kv_row_bytes": 1 << 60},
         {"kv_row_tokens": -1},
         {"kv_row_tokens": 1 << 53},
         {"max_batch_tokens": 2**60},
