@@ -118,7 +118,7 @@ class _Inserted:
 
     def change_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Changes what a layer returns."""
-        return (self._run(output[0]), *output[1:]) if isinstance(output, tuple) else self._run(output)
+        return (self._run(output[0]), *output[1:]) if isinstance(output, tuple | list) else self._run(output)
 
     def replace(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Takes a layer's place."""

@@ -72,7 +72,15 @@ def compare_with_local(remote: PreTrainedModel, directory: Path) -> None:
     Raises:
         DiffersError: If tokens, logits or gradients differ.
     """
-    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    compare_models(remote, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval())
+
+
+def compare_models(remote: PreTrainedModel, local: PreTrainedModel) -> None:
+    """Compares a remote model with a local one.
+
+    Raises:
+        DiffersError: If tokens, logits or gradients differ.
+    """
     for what, say in (("a prompt", _prompt), ("a padded batch", _padded)):
         _check_said(what, said(remote, say()), said(local, say(), **trusted(local)))
     check_equal("logits of a padded batch", padded_logits(remote), padded_logits(local))

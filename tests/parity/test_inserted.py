@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from adapter_cases import IDS, MASK
+from every_type import SPANS, compare_models, save_type, swarmed
 from generation_modes import MODES
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, OffloadConfig, SwarmConfig, insert_module
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny, tiny_model
 
@@ -98,6 +99,44 @@ def test_gradients_and_saved_adapters(pair, places: Places, tmp_path: Path) -> N
     loaded = PeftModel.from_pretrained(read(pair.load_local(), places), tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, remote(IDS).logits)
+
+
+class Scaled(nn.Module):
+    """Fits hidden states of any form: several streams, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.scale
+
+
+# Layers that return lists and tuples, streams, states beside attention and in objects of the family's own.
+TYPES = ("openai-gpt", "bloom", "deepseek_v4", "nemotron_h", "rwkv", "minimax", "modernbert-decoder")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TYPES)
+def test_it_runs_in_models_of_every_kind(model_type: str, tmp_path: Path) -> None:
+    directory = save_type(model_type, tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with swarmed(directory, SPANS.get(model_type)) as (remote, _):
+        for model in (remote, local):
+            insert_module(model, "first", Scaled(), before=2)
+            insert_module(model, "second", Scaled(), after=2)
+        compare_models(remote, local)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "refusal"),
+    [("zaya", "hand on more than hidden states"), ("gemma3n_text", "the nearest place is before block 2")],
+)
+def test_places_where_more_than_hidden_states_pass_are_refused(model_type: str, refusal: str, tmp_path: Path) -> None:
+    with swarmed(save_type(model_type, tmp_path), SPANS.get(model_type)) as (remote, _):
+        with pytest.raises((ConfigError, UnsupportedError), match=refusal):
+            insert_module(remote, "mine", Scaled(), before=3)
+        assert not hasattr(remote.model, "mine")
 
 
 class Killer(LogitsProcessor):
