@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.progress import Progress
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from recipes.benchmarks.arms import decode, local_model, prompt_tokens
 from recipes.benchmarks.figures import Figure, SwarmReport
 from recipes.benchmarks.measure import Arm, private_bytes
 from recipes.benchmarks.swarm import compare, swarm_model, weight_bytes
+from swarm_plugins import insert_module
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 
@@ -48,9 +49,16 @@ def bench_decode(
             if count == 1:
                 report.figures.append(_second_session(directory, remote, rounds=rounds, progress=progress))
             there = decoding_round(remote, prompt, new_tokens, expected)
-            arms = Arm(here, (os.getpid(),)), Arm(there, (os.getpid(), *(server.pid for server in swarm.servers)))
+            everyone = (os.getpid(), *(server.pid for server in swarm.servers))
+            arms = Arm(here, (os.getpid(),)), Arm(there, everyone)
             goal = GOALS.get(count)
             report.figures.append(compare(name, "ms/token", *arms, goal=goal, rounds=rounds, progress=progress))
+            if count > 1:
+                split = swarm_model(directory, swarm.initial_peers)
+                insert_module(split, "between", nn.Identity(), before=split.config.num_hidden_layers // 2)
+                arms = arms[1], Arm(decoding_round(split, prompt, new_tokens, expected), everyone)
+                name += ", a module between blocks over none"
+                report.figures.append(compare(name, "ms/token", *arms, rounds=rounds, progress=progress))
     report.notes.append(f"prefix {prefix_tokens} tokens, {new_tokens} new ones; all tokens equal to the local model's")
     return report
 

@@ -34,7 +34,7 @@ def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
 
 
 def compare(
-    name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
+    name: str, unit: str, here: Arm, there: Arm, *, goal: float | None = None, rounds: int, progress: Progress
 ) -> Figure:
     """Runs the local model and the swarm in turns; returns milliseconds of both and the ratio of their speeds."""
     take_turns(name, [here, there], rounds=rounds, progress=progress)

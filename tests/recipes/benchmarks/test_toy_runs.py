@@ -27,7 +27,11 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "figures"),
     [
-        pytest.param(["decode", "--servers", "2", "--new-tokens", "4"], ["decode, batch 1, 2 servers"], id="decode"),
+        pytest.param(
+            ["decode", "--servers", "2", "--new-tokens", "4"],
+            ["decode, batch 1, 2 servers", "decode, batch 1, 2 servers, a module between blocks over none"],
+            id="decode",
+        ),
         pytest.param(
             ["packs", "--sessions", "3", "--prefix", "8", "--new-tokens", "4"], ["a token of 3 sessions"], id="packs"
         ),
