@@ -8,11 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
+from swarm_plugins.cli.support.config_options import Given, options_of
+from swarm_plugins.cli.support.joining import JOINING, client_node, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError, printable
+from swarm_plugins.transport.config import NodeConfig
+
+_PROBE_TOKENS = 16
 
 
+@options_of(NodeConfig, only=JOINING)
 def audit(
+    given: Given,
     peer: Annotated[
         str | None, typer.Argument(help="Peer id, or a file with evidence. Default: list all.", show_default=False)
     ] = None,
@@ -20,9 +27,19 @@ def audit(
         str | None, typer.Option(help="The model: compute its blocks again and compare. Directory, or id on the Hub.")
     ] = None,
     forgive: Annotated[bool, typer.Option("--forgive", help="End the quarantine of the peer.")] = False,
+    probe: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ask servers of --model at random, so many times, and check their answers."),
+    ] = None,
 ) -> None:
-    """Show the servers caught with a wrong answer; replay the evidence against one."""
+    """Show the servers caught with a wrong answer; replay the evidence against one, or ask servers at random."""
     with one_sentence_errors("audit"):
+        if probe is not None:
+            if model is None or peer is not None or forgive:
+                raise ConfigError("--probe asks servers of a model: give --model, no peer and no --forgive")
+            if not _probe(given, model, probe):
+                raise typer.Exit(1)
+            return
         if model is not None:
             from swarm_plugins.model_names import check_model_name
 
@@ -43,6 +60,44 @@ def audit(
             typer.echo(f"replay it with: swarm audit {peer} --model MODEL")
         elif not _replay(evidence, model):
             raise typer.Exit(1)
+
+
+def _probe(given: Given, model: str, count: int) -> bool:
+    """Prints what servers answered; returns whether none was caught, at a probe or in what led up to one."""
+    import dataclasses
+    from collections import Counter
+
+    import torch
+
+    from swarm_plugins.backbone import AutoSwarmModel
+    from swarm_plugins.backbone.served import stack_of
+    from swarm_plugins.verification import user_quarantine
+    from swarm_plugins.verification.probing import probe_servers
+
+    before = set(user_quarantine().peers())
+    settings = swarm_of(client_node(given))
+    swarm = dataclasses.replace(settings.config, verify="on")
+    base = AutoSwarmModel.from_pretrained(model, initial_peers=settings.initial_peers, swarm=swarm)
+    stack, outcomes = stack_of(base), Counter[str]()
+    if stack is None or stack.columns.shapes or stack.takes_ids:
+        raise ConfigError(f"servers of {model} cannot be probed: their blocks take more than hidden states")
+
+    @torch.no_grad()
+    def states() -> tuple[torch.Tensor, ...]:
+        ids = torch.randint(base.config.get_text_config().vocab_size, (1, _PROBE_TOKENS))
+        found: tuple[torch.Tensor, ...] = base(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        return found
+
+    with stack.remote.connection:
+        for one in probe_servers(stack.remote, count, states):
+            outcomes[one.outcome] += 1
+            reason = f": {printable(one.reason)}" if one.reason else ""
+            typer.echo(f"{printable(one.peer)} blocks {one.blocks.start}:{one.blocks.stop} {one.outcome}{reason}")
+    caught = {peer: why for peer, why in user_quarantine().peers().items() if peer not in before}
+    for peer, why in caught.items():
+        typer.echo(f"{printable(peer)} is quarantined until {_date(why.until)}: {printable(why.reason)}")
+    typer.echo(", ".join(f"{outcomes[what]} {what}" for what in ("right", "wrong", "unknown")))
+    return not caught
 
 
 def _look_up(peer: str | None, *, forgive: bool) -> Path | None:

@@ -13,7 +13,7 @@ from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.client.sessions.span import StepCall
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.transport.messages import SessionStep, SessionStepResponse
+from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse, SessionStep, SessionStepResponse
 from swarm_plugins.verification.checker import Checker, CheckingGuard, Finding, Server, checked_as
 from swarm_plugins.verification.claims import Claim, check_kind
 from swarm_plugins.verification.examiner import Examiner, where
@@ -73,6 +73,23 @@ class Verifier(CheckingGuard):
             log.debug("adapters have changed since %s answered: its answer cannot be checked", claim.peer)
             return
         await self.checker.run(server, when, functools.partial(self._found, examiner, claim))
+
+    async def probe(self, peer: str, forward: ForwardRequest, info: ServerInfo, view: ServerView) -> bool:
+        """Asks a server for a forward without adapters and checks the answer; returns whether it could be checked.
+
+        Raises:
+            WrongAnswerError: If the answer is wrong.
+            SwarmError: If there is none.
+        """
+        before, size = self.checker.checked.get(peer, 0), forward.hidden.shape[:2].numel()
+        answer = await view.peers.request(
+            peer, "rpc_forward", forward, ForwardResponse, units=size, blocks=forward.end - forward.start
+        )
+        kind = Kind(info.dtype, info.quantization)
+        claim = Claim(peer=peer, kind=kind, forward=forward, outputs=answer).as_sent()
+        examine = functools.partial(self._found, Examiner(view, self._blocks), claim)
+        await self.checker.run(checked_as(peer, claim.what, info), "before", examine)
+        return self.checker.checked.get(peer, 0) > before
 
     async def _found(self, examiner: Examiner, claim: Claim) -> Finding:
         """Checks a forward or a backward."""

@@ -78,6 +78,12 @@ def test_a_liar_is_caught_over_real_connections(tmp_path: Path, monkeypatch: pyt
             if user_quarantine().peers():
                 break
         _check_evidence(model, peer, "answered a session step of")
+        user_quarantine().forgive(peer)
+        joining = ["--initial-peers", swarm.initial_peers[0]]
+        probed = CliRunner().invoke(app, ["audit", "--probe", "30", "--model", str(model), *joining])
+        assert probed.exit_code == 1, probed.output
+        assert f"{peer} is quarantined until" in probed.output
+        assert list(user_quarantine().peers()) == [peer]
 
 
 def _check_evidence(model: Path, peer: str, what: str) -> None:
