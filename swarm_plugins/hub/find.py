@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -50,6 +51,9 @@ def find_adapters(
     base: str | ModelVersion,
     revision: str | None = None,
     *,
+    task: str | None = None,
+    tags: Sequence[str] = (),
+    peft_type: str | None = None,
     sort_by: str | None = None,
     mode: Literal["min", "max"] | None = None,
     limit: int = 50,
@@ -61,6 +65,9 @@ def find_adapters(
     Args:
         base: Id of the base on the Hub, or its version.
         revision: Branch, tag or commit of the base. None: any.
+        task: The Hub's word for what they do, such as ``text-classification``. None: anything.
+        tags: Tags that their cards must have, all of them.
+        peft_type: PEFT's name of the method, such as ``LORA``, or ``PROMPT_TUNING`` for soft prompts. None: any.
         sort_by: Metric to sort by, best first: of the results of `swarm eval` (``acc``; ``capitals/acc`` for that of a
             task; ``capitals (first 8)/acc`` for that of a column of the card), or else of the training run. Adapters
             without it come last. None: the Hub's order.
@@ -87,8 +94,11 @@ def find_adapters(
         tag = f"base_model:adapter:{base}"
     what = f"list adapters of {base}"
     with translated_hub_errors(what):
-        models = within(ANSWER_S, what, lambda: list(api.list_models(filter=tag, limit=limit)))
+        # The Hub takes tasks for tags, too.
+        wanted_tags = [tag, *tags, *([task] if task else [])]
+        models = within(ANSWER_S, what, lambda: list(api.list_models(filter=wanted_tags, limit=limit)))
     found = [one for model in models if (one := _newest(api, model, wanted)) is not None]
+    found = [one for one in found if peft_type in (None, one.peft_type)]
     return found if sort_by is None else _sorted(found, sort_by, mode)
 
 

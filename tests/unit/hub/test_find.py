@@ -49,6 +49,26 @@ def test_the_newest_version_that_fits_is_found(hub: LocalHub, make_folder: MakeF
     assert (one.peft_type, one.metrics) == ("LORA", {"val_loss": 0.0})
 
 
+def test_adapters_are_found_by_task_tags_and_method(hub: LocalHub) -> None:
+    for name, task, tags, method in (
+        ("bob/sorter", "text-classification", "[law, german]", "LORA"),
+        ("bob/prompts", "text-classification", "[law]", "PROMPT_TUNING"),
+        ("bob/writer", "text-generation", "[german]", "LORA"),
+    ):
+        card = f"---\nbase_model: org/base\nbase_model_relation: adapter\npipeline_tag: {task}\ntags: {tags}\n---\n"
+        config = {"peft_type": method, "base_model_name_or_path": "org/base", "revision": OLD}
+        hub.add(name, {"README.md": card.encode(), "adapter_config.json": json.dumps(config).encode()})
+
+    def names(**wanted: Any) -> list[str]:
+        return sorted(one.repo_id for one in find_adapters("org/base", endpoint=hub.endpoint, **wanted))
+
+    assert names(task="text-classification") == ["bob/prompts", "bob/sorter"]
+    assert names(tags=["german"]) == ["bob/sorter", "bob/writer"]
+    assert names(tags=["german", "law"]) == ["bob/sorter"]
+    assert names(peft_type="PROMPT_TUNING") == ["bob/prompts"]
+    assert names(task="text-generation", tags=["law"]) == []
+
+
 def test_a_branch_of_the_base_is_looked_up(hub: LocalHub, make_folder: MakeFolder) -> None:
     sha = hub.add("org/base", {"config.json": b"{}"})
     push(hub, make_folder(1, revision=sha))
