@@ -44,25 +44,35 @@ def top_k_gate(logits: Tensor, num_picks: int) -> tuple[Tensor, Tensor]:
     return weights, index
 
 
-def capacity(num_tokens: int, num_experts: int, num_picks: int, factor: float) -> int:
-    """Returns how many tokens an expert takes, ``ceil(T k / E * factor)`` (GShard, section 2.2)."""
-    return math.ceil(num_tokens * num_picks / num_experts * factor)
+def capacity(num_tokens: int, num_experts: int, num_picks: int, factor: float, *, least: int = 0) -> int:
+    """Returns how many tokens an expert takes: ``ceil(T k / E * factor)`` (GShard, section 2.2), at least ``least``."""
+    return max(least, math.ceil(num_tokens * num_picks / num_experts * factor))
 
 
-def within_capacity(index: Tensor, num_experts: int, factor: float) -> Tensor:
+def within_capacity(
+    index: Tensor, num_experts: int, factor: float, *, least: int = 0, is_random: bool = False
+) -> Tensor:
     """Finds the choices for which their expert has room.
 
-    Seats go by position: first choices before second choices, and among equal choices the earlier token first. Nothing
-    is random, so equal inputs give equal outputs; DeepSpeed drops random tokens of a batch by default.
+    Seats go by position: first choices before second choices, and among equal choices the earlier token first. So equal
+    inputs give equal outputs.
 
     Args:
         index: Chosen experts, ``[T, k]``.
         num_experts: ``E``.
         factor: Capacity relative to an even load; see `capacity`.
+        least: Capacity at least (DeepSpeed's ``min_capacity``).
+        is_random: Seats go to tokens in random order, drawn from torch's generator: otherwise the end of a batch is
+            dropped more often than its beginning (DeepSpeed's random token selection).
 
     Returns:
         Whether each choice is kept, ``[T, k]``.
     """
+    if is_random:
+        order = torch.randperm(len(index), device=index.device)
+        kept = torch.empty_like(index, dtype=torch.bool)
+        kept[order] = within_capacity(index[order], num_experts, factor, least=least)
+        return kept
     num_tokens, num_picks = index.shape
     by_choice = index.t().reshape(-1)  # [k * T]
     order = torch.argsort(by_choice, stable=True)
@@ -70,5 +80,5 @@ def within_capacity(index: Tensor, num_experts: int, factor: float) -> Tensor:
     starts = counts.cumsum(0) - counts
     seats = torch.empty_like(order)
     seats[order] = torch.arange(len(order), device=index.device) - starts[by_choice[order]]
-    kept = seats < capacity(num_tokens, num_experts, num_picks, factor)
+    kept = seats < capacity(num_tokens, num_experts, num_picks, factor, least=least)
     return kept.reshape(num_picks, num_tokens).t()

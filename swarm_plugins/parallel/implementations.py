@@ -80,7 +80,7 @@ class ExchangeEP(EPImplementation):
 
         Args:
             hidden_states: ``[T, D]``.
-            top_k_index: Experts of the whole layer, ``[T, k]``.
+            top_k_index: Experts of the whole layer, ``[T, k]``; one more than the last for none, which nobody is sent.
             top_k_weights: ``[T, k]``.
 
         Raises:
@@ -93,14 +93,17 @@ class ExchangeEP(EPImplementation):
             hidden_states, top_k_index, top_k_weights = (
                 keep_own_rows(one, sizes, group) for one in (hidden_states, top_k_index, top_k_weights)
             )
-        routing = Routing(top_k_index.clamp(0, self.num_experts - 1), self.num_experts)
-        counts = torch.bincount(routing.experts, minlength=self.num_experts).view(-1, self.num_local)
+        routing = Routing(top_k_index.clamp(0, self.num_experts), self.num_experts)
+        counts = torch.bincount(routing.experts, minlength=self.num_experts)[: self.num_experts]
+        counts, num_sent = counts.view(-1, self.num_local), int(counts.sum())
         words = complaints(top_k_index, top_k_weights, self.num_experts)
         counts, words, slice_sizes, route = self._open(counts, words)
         check(self, words, self.settings.name)
 
-        rows = self._compute(route.there(hidden_states[routing.tokens]), counts, slice_sizes)
-        rows = routing.unsort(route.back(rows)).view(*top_k_weights.shape, hidden_states.shape[1])  # [T, k, D]
+        rows = self._compute(route.there(hidden_states[routing.tokens[:num_sent]]), counts, slice_sizes)
+        # Those of no expert were sorted last.
+        rows = functional.pad(route.back(rows), (0, 0, 0, len(routing.tokens) - num_sent))
+        rows = routing.unsort(rows).view(*top_k_weights.shape, hidden_states.shape[1])  # [T, k, D]
         output = (rows * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return share_rows(output, sizes, self.tp_mesh.get_group()) if num_shared > 1 else output
 

@@ -41,7 +41,7 @@ def complaints(top_k_index: Tensor, top_k_weights: Tensor, num_experts: int) -> 
     """Returns what is wrong with this rank's routing, as words that travel with its numbers of tokens.
 
     Args:
-        top_k_index: ``[T, k]``.
+        top_k_index: ``[T, k]``; ``num_experts`` stands for no expert.
         top_k_weights: ``[T, k]``.
         num_experts: Experts of the whole layer.
 
@@ -49,7 +49,7 @@ def complaints(top_k_index: Tensor, top_k_weights: Tensor, num_experts: int) -> 
         This rank, 0, tokens whose weights are not finite, indices that name no expert, tokens in all: ``[5]``.
     """
     not_finite = (~torch.isfinite(top_k_weights)).any(dim=1).sum()
-    unknown = ((top_k_index < 0) | (top_k_index >= num_experts)).sum()
+    unknown = ((top_k_index < 0) | (top_k_index > num_experts)).sum()
     own, failed, total = (torch.full_like(unknown, value) for value in (dist.get_rank(), 0, top_k_index.shape[0]))
     return torch.stack([own, failed, not_finite, unknown, total])
 

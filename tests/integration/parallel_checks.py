@@ -96,6 +96,28 @@ def equal_to_one_process(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     return [compare(parallel(**case), mixture(case.get("family", "mixtral"))) for case in cases]
 
 
+def with_capacity(cases: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
+    """For each case: the difference of logits and gradients from this rank's rows alone, and rows sent.
+
+    With a capacity that drops tokens, and without.
+    """
+    found = []
+    for case in cases:
+        sent = []
+        for factor in (0.5, None):
+            settings = {"capacity_factor": factor, "num_experts_per_tok": 2}
+            model = parallelize(mixture("prmoe", **settings), timeout_s=30, **case)
+            reference = mixture("prmoe", **settings)
+            batch, own = own_rows(model)
+            with count_traffic() as traffic:
+                logits = model(input_ids=batch[own]).logits
+            sent.append(traffic.row_bytes)
+            if factor is not None:
+                error = relative(logits, reference(input_ids=batch[own]).logits)
+        found.append((error, *sent))
+    return found
+
+
 def parallel(family: str = "mixtral", tp: int = 1, **how: Any) -> PreTrainedModel:
     """A tiny model, distributed; ``tp`` ranks share a batch."""
     return parallelize(mixture(family), tensor_mesh(tp), timeout_s=30, **how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parallel_checks import equal_to_one_process, messages, same_bits
+from parallel_checks import equal_to_one_process, messages, same_bits, with_capacity
 from parallel_kit import run_ranks
 
 # The ranks are forked from one process that has imported everything.
@@ -50,6 +50,18 @@ def test_logits_gradients_and_their_norm_are_those_of_one_process(world_size: in
     for errors in run_ranks(world_size, equal_to_one_process, cases):
         for case, one in zip(cases, errors, strict=True):
             assert max(one.values()) < 1e-4, (case, one)
+
+
+def test_tokens_over_capacity_are_not_sent() -> None:
+    cases: list[dict[str, Any]] = [
+        {"ep_size": 2},
+        {"ep_size": 2, "ep_implementation": "hierarchical_all_to_all", "ranks_per_node": 2},
+        {"ep_size": 1, "expert_slices": 2},
+    ]
+    for found in run_ranks(2, with_capacity, cases):
+        for case, (error, sent, sent_of_all) in zip(cases, found, strict=True):
+            assert error < 1e-5, case
+            assert sent < sent_of_all or "expert_slices" in case, case
 
 
 HIERARCHICAL = "hierarchical_all_to_all"

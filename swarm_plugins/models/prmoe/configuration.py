@@ -45,6 +45,11 @@ class PRMoEConfig(PreTrainedConfig):
             more are normalised to a sum of one.
         capacity_factor: Capacity of an expert in tokens, padding included, relative to an even load ``T k / E``; None:
             dropless. See `swarm_plugins.moe.gating.within_capacity`.
+        min_capacity: Tokens that an expert takes at least, if ``capacity_factor`` is set; DeepSpeed's default is 4.
+        random_token_selection: In training, seats within the capacity go to tokens in random order instead of by
+            position, as DeepSpeed does by default.
+        router_jitter_noise: In training, inputs of routers are multiplied by random numbers that differ from 1 by this
+            at most; DeepSpeed's noisy gate "Jitter" takes 0.01.
         router_aux_loss_coef: Weight of the load-balancing loss, the sum over the layers, while routers are trained.
         output_router_logits: Return router logits and the load-balancing loss in evaluation too.
         moe_intermediate_size: Neurons of an expert; None: ``intermediate_size``.
@@ -87,6 +92,9 @@ class PRMoEConfig(PreTrainedConfig):
     residual: Literal["sum", "learned"] | None = "sum"
     num_experts_per_tok: int = 1
     capacity_factor: float | int | None = None
+    min_capacity: int = 0
+    random_token_selection: bool = False
+    router_jitter_noise: float | int = 0.0
     router_aux_loss_coef: float | int = 0.01
     output_router_logits: bool = False
     moe_intermediate_size: int | None = None
@@ -128,6 +136,13 @@ class PRMoEConfig(PreTrainedConfig):
             raise ConfigError(
                 f"invalid capacity_factor {self.capacity_factor}: expected a number above 0, such as 1.25, or None to "
                 "drop no token"
+            )
+        if self.min_capacity < 0:
+            raise ConfigError(f"invalid min_capacity {self.min_capacity}: expected a number of tokens, 0 or more")
+        if not 0 <= self.router_jitter_noise < 1:
+            raise ConfigError(
+                f"invalid router_jitter_noise {self.router_jitter_noise}: expected a number from 0 to below 1, such as "
+                "0.01"
             )
         if not 0 <= self.router_aux_loss_coef < math.inf:
             raise ConfigError(

@@ -96,17 +96,33 @@ class PRMoETopKRouter(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.num_experts = num_experts
         self.capacity_factor = config.capacity_factor
+        self.min_capacity = config.min_capacity
+        self.random_token_selection = config.random_token_selection
+        self.jitter_noise = config.router_jitter_noise
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns logits ``[T, E]``, weights in float32 ``[T, k]`` and indices ``[T, k]``.
 
-        A token that its expert has no room for keeps its index and gets weight 0.
+        A choice that its expert has no room for gets weight 0 and the index of no expert, ``E``: it is neither sent nor
+        computed. Only training is random.
         """
-        logits = functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.training and self.jitter_noise:
+            hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(
+                1 - self.jitter_noise, 1 + self.jitter_noise
+            )
+        logits = functional.linear(hidden_states, self.weight)
         weights, index = top_k_gate(logits, self.top_k)
         if self.capacity_factor is not None:
-            weights = weights * within_capacity(index, self.num_experts, self.capacity_factor)
+            kept = within_capacity(
+                index,
+                self.num_experts,
+                self.capacity_factor,
+                least=self.min_capacity,
+                is_random=self.training and self.random_token_selection,
+            )
+            weights, index = weights * kept, index.masked_fill(~kept, self.num_experts)
         return logits, weights, index
 
 
@@ -115,6 +131,7 @@ class PRMoESparseMoeBlock(nn.Module):
 
     def __init__(self, config: PRMoEConfig, num_experts: int) -> None:
         super().__init__()
+        self.config = config
         self.gate = PRMoETopKRouter(config, num_experts)
         self.experts = PRMoEExperts(config, num_experts)
         self.experts.has_gate, self.experts.has_bias = config.mlp_gated, config.mlp_bias
@@ -125,6 +142,9 @@ class PRMoESparseMoeBlock(nn.Module):
         """Takes and returns ``[B, S, D]``."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, D]
         _, weights, index = self.gate(flat)
+        if self.config._experts_implementation == "batched_mm":
+            # It looks up every index; what is dropped has weight 0.
+            index = index.clamp(max=self.gate.num_experts - 1)
         output: Tensor = self.experts(flat, index, weights)
         if self.residual_mlp is not None:
             dense = self.residual_mlp(flat)

@@ -63,6 +63,8 @@ def test_short_forms_become_the_full_list(settings: dict[str, Any], expected: li
         ({"capacity_factor": 0.0}, "invalid capacity_factor 0.0"),
         ({"capacity_factor": -1}, "invalid capacity_factor -1"),
         ({"capacity_factor": float("nan")}, "invalid capacity_factor nan"),
+        ({"min_capacity": -1}, "invalid min_capacity -1"),
+        ({"router_jitter_noise": 1.0}, "invalid router_jitter_noise 1.0"),
         ({"experts_per_layer": []}, "0 entries for 4 layers"),
         ({"experts_per_layer": 4, "moe_layers": []}, r"no layer to go to \(moe_layers \[\], 4 layers\)"),
         ({"experts_per_layer": 4, "num_hidden_layers": 1}, r"no layer to go to \(moe_layers None, 1 layers\)"),
@@ -173,6 +175,48 @@ def test_tokens_beyond_the_capacity_keep_the_residual_branch() -> None:
     assert int((~dropped).sum()) == sum(min(2, int((index == expert).sum())) for expert in range(4))
     assert torch.equal(found[0][dropped], dense[0][dropped])
     torch.testing.assert_close(found[0][~dropped], whole[0][~dropped])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_implementation_leaves_out_what_is_dropped(implementation: str) -> None:
+    model, hidden = small(capacity_factor=0.5, num_experts_per_tok=2), torch.randn(1, 16, 32)
+    with torch.no_grad():
+        wanted = model.model.layers[1].mlp(hidden)
+        model.set_experts_implementation(implementation)
+        torch.testing.assert_close(model.model.layers[1].mlp(hidden), wanted)
+
+
+@pytest.mark.parametrize("implementation", [one for one in IMPLEMENTATIONS if one != "batched_mm"])
+def test_what_is_dropped_is_not_computed(implementation: str) -> None:
+    model = small(capacity_factor=0.5, num_experts_per_tok=2)
+    model.set_experts_implementation(implementation)
+    block, dropless = model.model.layers[1].mlp, small(num_experts_per_tok=2).model.layers[1].mlp
+    hidden = torch.randn(1, 16, 32)
+    with torch.no_grad():
+        _, weights, index = block.gate(hidden)
+        _, all_weights, all_index = dropless.gate(hidden)
+        is_dropped = index == block.gate.num_experts
+        assert is_dropped.any()
+        assert torch.equal(index[~is_dropped], all_index[~is_dropped])
+        wanted = dropless.experts(hidden[0], all_index, all_weights.masked_fill(is_dropped, 0.0))
+        torch.testing.assert_close(block.experts(hidden[0], index, weights), wanted)
+        # Rows that are computed cannot hide numbers that are none.
+        block.experts.down_proj.data[:] = float("nan")
+        found = block.experts(hidden[0], index, weights)
+    assert torch.equal(found.isnan().all(dim=1), ~is_dropped.all(dim=1))
+
+
+def test_only_training_is_random() -> None:
+    model = small(capacity_factor=0.5, random_token_selection=True, router_jitter_noise=0.1)
+    router, hidden = model.model.layers[1].mlp.gate, torch.randn(1, 16, 32)
+    with torch.no_grad():
+        assert all(one.equal(other) for one, other in zip(router(hidden), router(hidden), strict=True))
+        router.train()
+        logits, weights, _ = router(hidden)
+        again = router(hidden)
+    assert not logits.equal(again[0])
+    assert not (weights == 0).equal(again[1] == 0)
+    torch.testing.assert_close(logits, again[0], rtol=0.5, atol=0.5)
 
 
 def test_one_token_touches_only_the_chosen_experts() -> None:

@@ -72,6 +72,29 @@ def test_seats_go_by_choice_and_position(
         assert int((kept & (index == expert)).sum()) == min(wanted, room)
 
 
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.integers(0, 12), st.integers(1, 6), st.integers(0, 5))
+def test_seats_by_lot_are_as_many_and_no_fewer_than_the_least(
+    seed: int, num_tokens: int, num_experts: int, least: int
+) -> None:
+    index = logits_of(seed, num_tokens, num_experts).topk(1).indices
+    room = max(least, math.ceil(num_tokens / num_experts * 0.5))
+    for is_random in (False, True):
+        kept = within_capacity(index, num_experts, 0.5, least=least, is_random=is_random)
+        for expert in range(num_experts):
+            wanted = int((index == expert).sum())
+            assert int((kept & (index == expert)).sum()) == min(wanted, room)
+
+
+def test_by_lot_the_end_of_a_batch_gets_seats_too() -> None:
+    index = torch.zeros(64, 1, dtype=torch.long)
+    torch.manual_seed(0)
+    first, second = (within_capacity(index, 2, 0.5, is_random=True) for _ in range(2))
+    assert not first.equal(second)
+    assert first[16:].any()
+    assert within_capacity(index, 2, 0.5)[:16].all()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_named(bad: float) -> None:
     logits = logits_of(0, 5, 4)
