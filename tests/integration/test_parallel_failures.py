@@ -28,9 +28,9 @@ IMPLEMENTATIONS = [
 def test_layouts_that_cannot_be_are_refused_on_every_rank() -> None:
     wanted = [
         r"ConfigError: ep_size does not divide .* 2 ranks: layer 0 has 8 experts, ep_size 3, valid are \[1, 2\]",
-        r"ConfigError: ranks \[[01]\] and rank [01] ask for different layouts: give every rank the same",
+        r"ConfigError: ranks \[[01]\] and rank [01] differ in model, mesh and sizes: give every rank the same",
         r"ConfigError: (rank 0 refused: )?ep_size does not divide",
-        r"ConfigError: ranks \[[01]\] and rank [01] ask for different layouts",
+        r"ConfigError: ranks \[[01]\] and rank [01] differ in model, mesh and sizes",
         r"ConfigError: unknown ep_implementation 'carrier_pigeon'; known: .*coordinated_all_to_all.*flat_all_to_all",
         r"ConfigError: coordinated_all_to_all needs ranks that share a batch: give the mesh",
         r"ConfigError: hierarchical_all_to_all: ranks_per_node is 0",
@@ -38,7 +38,7 @@ def test_layouts_that_cannot_be_are_refused_on_every_rank() -> None:
         r"ConfigError: MixtralForCausalLM is already parallel: load it again",
         r"UnsupportedError: Linear holds no Hugging Face model: expert parallelism needs one with experts",
         r"ConfigError: ep_implementation 'all_reduce' needs groups .*: layer 0 has ep_size 2, and 1 ranks share",
-        r"ConfigError: ranks \[[01]\] and rank [01] ask for different layouts",
+        r"ConfigError: ranks \[[01]\] and rank [01] differ in model, mesh and sizes",
     ]
     for found in run_ranks(2, layouts_refused):
         for text, pattern in zip(found, wanted, strict=True):

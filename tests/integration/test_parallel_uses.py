@@ -40,7 +40,7 @@ def test_lora_on_divided_experts_is_that_of_one_process(world_size: int, tmp_pat
 def test_adapters_that_cannot_be_divided_are_refused_on_every_rank() -> None:
     wanted = [
         r"UnsupportedError: model.layers.0.mlp.experts is a ModulesToSaveWrapper.*leave experts out of modules_to_save",
-        r"ConfigError: ranks \[[01]\] and rank [01] ask for different layouts: give every rank the same model",
+        r"ConfigError: ranks \[[01]\] and rank [01] differ in model, mesh and sizes: give every rank the same",
         r"UnsupportedError: model.layers.0.self_attn.q_proj has an adapter .*: parallelize the model first, then wrap",
     ]
     for found in run_ranks(2, lora_refused):
