@@ -13,6 +13,7 @@ from swarm_plugins.cli.support.arguments import Model, Revision
 from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors
+from swarm_plugins.cli.support.prepared import Prepare, find_function
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.model_names import check_model_name
 from swarm_plugins.noise import quiet_command
@@ -64,6 +65,7 @@ def api(
     api_key_file: Annotated[
         Path | None, typer.Option(help="Keys that clients have to show, one a line.", dir_okay=False)
     ] = None,
+    prepare: Prepare = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
     quiet_command()
@@ -86,7 +88,7 @@ def api(
             shared = {name: value for name, value in options.items() if value is not None}
             swarm = stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **shared))
             node = dataclasses.replace(node, initial_peers=tuple(swarm.initial_peers))
-        loaded = _load(model, node, offload, revision)
+        loaded = _load(model, node, offload, revision, prepare)
         from swarm_plugins.web.app import create_app
 
         app = create_app(loaded.model, loaded.tokenizer, name=name, adapters=adapter or (), settings=settings)
@@ -131,8 +133,8 @@ def _keys(file: Path | None) -> tuple[str, ...]:
         raise ConfigError(f"{file}: {exc}") from exc
 
 
-def _load(model: str, node: NodeConfig, offload: str | None, revision: str | None) -> LoadedModel:
+def _load(model: str, node: NodeConfig, offload: str | None, revision: str | None, prepare: str | None) -> LoadedModel:
     from swarm_plugins.talk.loading import load_model
 
     place = swarm_of(node) if offload is None else parse_offload("" if offload == "auto" else offload)
-    return load_model(model, place, revision=revision)
+    return load_model(model, place, revision=revision, prepare=find_function(prepare))

@@ -10,6 +10,7 @@ from swarm_plugins.cli.support.arguments import Adapter, Model, NewTokens, Promp
 from swarm_plugins.cli.support.config_options import Given
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors
+from swarm_plugins.cli.support.prepared import Prepare, find_function
 from swarm_plugins.noise import quiet_command
 from swarm_plugins.offload.text import OFFLOAD_HELP, OFFLOAD_WORDS, parse_offload
 
@@ -31,6 +32,7 @@ def chat(
         ),
     ] = None,
     prompt: Prompts = None,
+    prepare: Prepare = None,
 ) -> None:
     """Talk with a model on the swarm. /exit leaves, /new starts afresh; Ctrl-C ends the answer, then the program."""
     quiet_command()
@@ -45,7 +47,8 @@ def chat(
 
         if draft is not None:
             check_draft(draft, model, revision)
-        loaded = load_model(model, swarm_of(node), adapter=adapter, revision=revision)
+        function = find_function(prepare)
+        loaded = load_model(model, swarm_of(node), adapter=adapter, revision=revision, prepare=function)
         speculation = None if draft is None else Speculation(load_draft(draft))
         conversation = Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature, speculation)
         try:
@@ -75,6 +78,7 @@ def run(
     system: System = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = None,
+    prepare: Prepare = None,
 ) -> None:
     """Talk with a model whose experts stay on disk but for a bounded set. /exit leaves, /new starts afresh."""
     quiet_command()
@@ -86,7 +90,8 @@ def run(
         from swarm_plugins.talk.loop import answer_all, describe, talk
         from swarm_plugins.talk.turns import Conversation
 
-        loaded = load_model(model, config, adapter=adapter, revision=revision, device=device)
+        function = find_function(prepare)
+        loaded = load_model(model, config, adapter=adapter, revision=revision, device=device, prepare=function)
         conversation = Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature)
         try:
             if prompt:

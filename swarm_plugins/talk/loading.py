@@ -37,6 +37,7 @@ def load_model(
     revision: str | None = None,
     endpoint: str | None = None,
     device: str | None = None,
+    prepare: Callable[[Any], object] | None = None,
 ) -> LoadedModel:
     """Loads a model with its tokenizer.
 
@@ -47,6 +48,7 @@ def load_model(
         revision: Branch, tag or commit of the model on the Hub.
         endpoint: Address of the adapter's Hub. None: ``HF_ENDPOINT``.
         device: Where it runs, or what of it runs here. None: a CUDA device if there is any; for a swarm, the CPU.
+        prepare: Called with the model before the adapter is loaded.
 
     Raises:
         ConfigError: If model, tokenizer or adapter do not exist.
@@ -65,6 +67,8 @@ def load_model(
         else:
             model = load_offloaded(name, place, revision=revision, device=device)
             stats = model.offload_stats
+    if prepare is not None:
+        prepare(model)
     if adapter is not None:
         model = load_adapter(model, *split_tag(adapter), endpoint=endpoint)
     return LoadedModel(model.eval(), tokenizer, stats)

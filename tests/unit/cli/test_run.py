@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
+from swarm_plugins.cli.support.prepared import find_function
 from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.talk.loop import describe
 from swarm_plugins.testing.models import save_tiny, tiny_model, tiny_tokenizer
@@ -66,6 +68,54 @@ def test_an_adapter_changes_the_answer(mixtral: Path, tmp_path: Path) -> None:
     code, out, err = run(str(mixtral), "--offload", "fast=100KB", "--prompt", PROMPT, "--adapter", str(tmp_path))
     assert code == 0, err
     assert out.rstrip("\n") == expected.rstrip("\n")
+
+
+MINE = """
+import torch
+from swarm_plugins import insert_module
+
+def insert(model):
+    torch.manual_seed(1)
+    insert_module(model, "mine", torch.nn.Linear(model.config.hidden_size, model.config.hidden_size), before=1)
+"""
+
+
+def test_a_module_of_ones_own_is_inserted_before_the_adapter(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_reader.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    base = tiny_model("mixtral", num_layers=2)
+    find_function("own_reader:insert")(base)
+    torch.manual_seed(2)
+    adapted = get_peft_model(base, LoraConfig(target_modules=["o_proj"], modules_to_save=["mine"]))
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name:
+            nn.init.normal_(parameter)
+    adapted.save_pretrained("adapter")
+    expected = answer_of(adapted)
+    assert expected != expected_answer()
+    options = ["--offload", "fast=100KB", "--prompt", PROMPT, "--adapter", "adapter"]
+    code, out, err = run(str(mixtral), *options, "--prepare", "own_reader:insert")
+    assert code == 0, err
+    assert out.rstrip("\n") == expected.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("reader", "expected MODULE:FUNCTION"),
+        ("no_such_reader:insert", "No module named 'no_such_reader'"),
+        ("json:insert", "module 'json' has no attribute 'insert'"),
+        ("string:digits", "it is a str, not a function"),
+    ],
+)
+def test_a_function_that_is_none_is_refused(mixtral: Path, name: str, words: str) -> None:
+    code, _, err = run(str(mixtral), "--prompt", PROMPT, "--prepare", name)
+    assert code == 2
+    assert f"invalid --prepare {name}: " in err
+    assert words in err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from web_kit import MESSAGES, client_of, expected, served
 
-from swarm_plugins import load_adapter, load_offloaded
+from swarm_plugins import insert_module, load_adapter, load_offloaded
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
 from swarm_plugins.testing import save_tiny
 from swarm_plugins.web import ApiSettings, create_app
@@ -58,6 +58,25 @@ def test_adapters_answer_at_the_same_time_each_as_it_does_alone(
 
         with ThreadPoolExecutor(9) as threads:
             assert list(threads.map(ask, names * 3)) == alone * 3
+
+
+def test_an_adapter_brings_a_module_between_blocks(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    base = twin(model)
+    width = base.config.hidden_size
+    torch.manual_seed(3)
+    insert_module(base, "mine", torch.nn.Linear(width, width), before=1)
+    tuned = get_peft_model(twin(base), LoraConfig(target_modules=["q_proj"], modules_to_save=["mine"])).eval()
+    for name, weight in tuned.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(weight)
+    tuned.save_pretrained(tmp_path)
+    wanted = [expected(one, tokenizer, 8) for one in (base, tuned)]
+    assert wanted[0] != wanted[1]
+    app = create_app(base, tokenizer, name="tiny", adapters=[str(tmp_path)])
+    with served(app) as url, client_of(url) as client:
+        for name, answer in zip(("tiny", f"tiny:{tmp_path}"), wanted, strict=True):
+            found = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=8)
+            assert found.choices[0].message.content == answer
 
 
 def test_unknown_adapters_are_not_found(model: Any, tokenizer: Any, adapters: list[str]) -> None:
