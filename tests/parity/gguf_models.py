@@ -35,11 +35,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {"rope_parameters": LLAMA3}),
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True, "attention_bias": True}),
     "mixtral": ("llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen2": ("qwen2", "qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", "qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "qwen3moe": ("qwen3moe", "qwen3_moe", _QWEN_MOE),
     "gemma": ("gemma", "gemma", {"tie_word_embeddings": True}),
@@ -163,9 +164,12 @@ def _write_config(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(64)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if config.rope_parameters["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    rope = config.rope_parameters
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)

@@ -159,10 +159,35 @@ def _rotary(stated: _Stated, head_dim: int, frequencies: torch.Tensor | None) ->
             return found
     elif scaling == "linear" and factor:
         return {"rope_type": "linear", "rope_theta": base, "factor": factor}
+    elif scaling == "yarn" and factor and factor >= 1:
+        return _yarn(stated, base, factor)
     elif scaling in (None, "none"):
         return {"rope_type": "default", "rope_theta": base}
     how = "rope_freqs.weight" if frequencies is not None else repr(scaling)[:100]
-    raise UnsupportedError(f"{stated.label} scales positions by {how}; known are none, linear, and that of Llama 3")
+    raise UnsupportedError(
+        f"{stated.label} scales positions by {how}; known are none, linear, yarn with a factor, and that of Llama 3"
+    )
+
+
+def _yarn(stated: _Stated, base: float, factor: float) -> dict[str, Any]:
+    fast, slow = (stated.number(f"rope.scaling.yarn_beta_{one}") for one in ("fast", "slow"))
+    found: dict[str, Any] = {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": factor,
+        "original_max_position_embeddings": stated.count("rope.scaling.original_context_length", is_needed=True),
+        "beta_fast": fast or 32.0,
+        "beta_slow": slow or 1.0,
+    }
+    if base <= 1 or not 0 < found["beta_slow"] <= found["beta_fast"]:
+        raise CheckpointError(
+            f"{stated.label} scales positions by yarn with the base {base}, beta_fast {found['beta_fast']} and "
+            f"beta_slow {found['beta_slow']}, expected a base over 1 and 0 < beta_slow <= beta_fast: fetch it again"
+        )
+    if (attention := stated.number("rope.scaling.attn_factor")) is not None:
+        # llama.cpp multiplies the paper's factor by it.
+        found["attention_factor"] = attention * (1 + 0.1 * math.log(factor))
+    return found
 
 
 def _llama3(base: float, head_dim: int, divisors: torch.Tensor) -> dict[str, Any] | None:

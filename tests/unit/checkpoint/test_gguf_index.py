@@ -120,6 +120,21 @@ def test_a_folder_with_several_models_asks_which(tmp_path: Path) -> None:
         ({"expert_count": 3}, {**STACKS, "blk.0.ffn_down_exps.weight": (2, 32, 32)}, "expected 3 experts"),
         ({}, {"blk.0.attn_q.weight": None}, r"no token_embd\.weight or blk\.0\.attn_q\.weight"),
         ({}, {"blk.00.attn_q.weight": (32, 32)}, r"two tensors for model\.layers\.0\.self_attn\.q_proj\.weight"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            {},
+            r"rope\.scaling\.original_context_length None, expected a number from 1",
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 16,
+                "rope.scaling.yarn_beta_fast": -1.0,
+            },
+            {},
+            r"yarn with the base 10000\.0, beta_fast -1\.0 and beta_slow 1\.0, expected",
+        ),
         ({}, {"rope_freqs.weight": (3, 3)}, r"rope_freqs\.weight in .* is \[3, 3\]"),
     ],
 )
@@ -138,7 +153,13 @@ def test_metadata_that_lie_are_refused(
         ({}, {}, "mamba", r"architecture 'mamba'; known: llama, qwen2, .*safetensors"),
         ({}, {"blk.0.surprise.weight": (2, 2)}, "llama", r"holds 'blk\.0\.surprise\.weight'"),
         ({}, {"blk.1.attn_q.weight": (2, 2)}, "llama", r"holds 'blk\.1\.attn_q\.weight'"),
-        ({"rope.scaling.type": "yarn"}, {}, "llama", "scales positions by 'yarn'; known are none"),
+        ({"rope.scaling.type": "longrope"}, {}, "llama", "scales positions by 'longrope'; known are none"),
+        (
+            {"rope.scaling.type": "yarn"},
+            {},
+            "llama",
+            "scales positions by 'yarn'; known are none, linear, yarn with a f",
+        ),
         ({}, {"rope_freqs.weight": (8,)}, "llama", r"scales positions by rope_freqs\.weight"),
         ({"rope.dimension_count": 8}, {}, "llama", "turns 8 of 16 dimensions"),
     ],
