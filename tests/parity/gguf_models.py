@@ -36,6 +36,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_GEMMA3 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 64,
+    "num_hidden_layers": 6,  # the sixth sees all tokens
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {"rope_parameters": LLAMA3}),
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -45,6 +55,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3moe", "qwen3_moe", _QWEN_MOE),
     "gemma": ("gemma", "gemma", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", "gemma2", {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": 64}),
+    "gemma3": ("gemma3", "gemma3_text", _GEMMA3),
 }
 """GGUF's architecture, transformers' model type, and settings."""
 # Scales of random blocks, by place, so that weights are about as large as in a model.
@@ -163,8 +174,8 @@ def _write_config(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_value_length(64)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(64)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -176,6 +187,8 @@ def _write_config(writer: Any, config: PreTrainedConfig) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if "full_attention" in config.rope_parameters:
+        writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
         writer.add_sliding_window(config.sliding_window)
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

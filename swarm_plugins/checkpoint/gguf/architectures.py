@@ -85,6 +85,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma": Architecture("gemma", {**_ATTENTION, **_FFN_NORM, **_MLP}, has_raised_norms=True),
     "gemma2": Architecture("gemma2", {**_ATTENTION, **_FOUR_NORMS, **_MLP}, has_raised_norms=True),
+    "gemma3": Architecture("gemma3_text", {**_ATTENTION, **_HEAD_NORMS, **_FOUR_NORMS, **_MLP}, has_raised_norms=True),
 }
 KNOWN = (*_ARCHITECTURES, "llama with experts (Mixtral)")
 """For messages."""

@@ -35,7 +35,8 @@ _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding
 _MAX_COUNT = 1 << 31
 # Llama 3.1 to 3.3; the file has only what they come to.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_DEEP_GEMMA2 = 46
+# Number of blocks of the models of 27B parameters, whose attention is scaled otherwise.
+_DEEP_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 
 
 def config_fields(
@@ -82,12 +83,15 @@ def config_fields(
         fields["num_local_experts" if kind.model_type == "mixtral" else "num_experts"] = experts
         # As llama.cpp computes these architectures.
         fields["norm_topk_prob"] = True
-    if kind.model_type == "gemma2":
-        is_deep = fields["num_hidden_layers"] == _DEEP_GEMMA2
+    if kind.model_type in _DEEP_GEMMA:
+        is_deep = fields["num_hidden_layers"] == _DEEP_GEMMA[kind.model_type]
         fields["query_pre_attn_scalar"] = (
             fields["hidden_size"] // fields["num_attention_heads"] if is_deep else fields["head_dim"]
         )
-    fields["rope_parameters"] = _rotary(stated, fields["head_dim"], frequencies)
+    fields["rope_parameters"] = rotary = _rotary(stated, fields["head_dim"], frequencies)
+    if kind.model_type == "gemma3_text":
+        near = {"rope_type": "default", "rope_theta": stated.number("rope.freq_base_swa") or 10000.0}
+        fields["rope_parameters"] = {"full_attention": rotary, "sliding_attention": near}
     for key, to in _IDS.items():
         token = metadata.get(f"tokenizer.ggml.{key}")
         fields[to] = token if isinstance(token, int) and 0 <= token < fields["vocab_size"] else None
