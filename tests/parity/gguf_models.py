@@ -36,6 +36,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 _GEMMA3 = {
     "tie_word_embeddings": True,
     "sliding_window": 8,
@@ -55,6 +71,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3moe", "qwen3_moe", _QWEN_MOE),
     "gemma": ("gemma", "gemma", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", "gemma2", {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": 64}),
+    "deepseek2": ("deepseek2", "deepseek_v3", _DEEPSEEK),
     "gemma3": ("gemma3", "gemma3_text", _GEMMA3),
 }
 """GGUF's architecture, transformers' model type, and settings."""
@@ -94,6 +111,9 @@ def save_gguf(family: str, kind: str, directory: Path, *, split: bool = False) -
         torch.nn.init.normal_(parameter, std=0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
         if "norm" in name and "gemma" not in family:
             parameter.data += 1
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     names = gguf.get_tensor_name_map(
         next(one for one, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture), config.num_hidden_layers
     )
@@ -140,7 +160,8 @@ def _write(
             dim=1,
         )
     weight = tensor.numpy().astype(np.float32)
-    gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    spelled = name.replace("_correction_bias", "_correction.bias")
+    gguf_name = names.get_name(spelled, try_suffixes=(".weight", ".bias"))
     if gguf_name is None:  # fused experts have no suffix, and Mixtral's router is called as in a checkpoint
         known = name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if family == "mixtral" else name + ".weight"
         gguf_name = names.get_name(known, try_suffixes=(".weight",))
@@ -170,8 +191,10 @@ def _write_config(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(64)
+    writer.add_key_length(getattr(config, "qk_head_dim", 64))
     writer.add_value_length(64)
+    if config.model_type == "deepseek_v3":
+        _write_deepseek(writer, config)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(64)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -181,16 +204,17 @@ def _write_config(writer: Any, config: PreTrainedConfig) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if "full_attention" in config.rope_parameters:
+    if config.model_type in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
-        writer.add_sliding_window(config.sliding_window)
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_tokenizer_model("gpt2")
@@ -201,3 +225,15 @@ def _write_config(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
+
+
+def _write_deepseek(writer: Any, config: PreTrainedConfig) -> None:
+    writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

@@ -42,6 +42,7 @@ SAVERS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "qwen3_moe-fp8-fused": save_fused_fp8,
     **{f"mixtral-{kind}": lambda place, kind=kind: save_gguf("mixtral", kind, place) for kind in GGUF_KINDS},
     "qwen3moe-Q4_K": lambda place: save_gguf("qwen3moe", "Q4_K", place),
+    "deepseek2-Q8_0": lambda place: save_gguf("deepseek2", "Q8_0", place),
 }
 
 # One of each layout; others differ by what is done with the numbers, which the tests of hosted blocks see as well.

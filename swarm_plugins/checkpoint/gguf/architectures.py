@@ -60,7 +60,9 @@ class Architecture:
             inside = self.leaves.get(leaf)
             if inside is None and leaf in self.experts:
                 inside = self.experts[leaf]
-            return None if inside is None else Place(f"model.layers.{block}.{inside}.{kind}", block)
+            if inside is None:
+                return None
+            return Place(f"model.layers.{block}.{inside if inside.endswith('_bias') else f'{inside}.{kind}'}", block)
         module, _, kind = name.rpartition(".")
         return Place(f"{_OUTSIDE[module]}.{kind}", None) if module in _OUTSIDE and kind == "weight" else None
 
@@ -74,6 +76,23 @@ _MIXTRAL = Architecture(
     },
     is_paired=True,
 )
+_MLA = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_EXPERTS = {f"ffn_{leaf}_exps": f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")}
+_DEEPSEEK = {
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{leaf}_shexp": f"mlp.shared_experts.{leaf}_proj" for leaf in ("gate", "up", "down")},
+}
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", {**_ATTENTION, **_FFN_NORM, **_MLP}, is_paired=True),
     "qwen2": Architecture("qwen2", {**_ATTENTION, **_FFN_NORM, **_MLP}),
@@ -81,8 +100,9 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(
         "qwen3_moe",
         {**_ATTENTION, **_HEAD_NORMS, **_FFN_NORM, "ffn_gate_inp": "mlp.gate"},
-        {f"ffn_{leaf}_exps": f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")},
+        _EXPERTS,
     ),
+    "deepseek2": Architecture("deepseek_v3", {**_MLA, **_FFN_NORM, **_MLP, **_DEEPSEEK}, _EXPERTS),
     "gemma": Architecture("gemma", {**_ATTENTION, **_FFN_NORM, **_MLP}, has_raised_norms=True),
     "gemma2": Architecture("gemma2", {**_ATTENTION, **_FOUR_NORMS, **_MLP}, has_raised_norms=True),
     "gemma3": Architecture("gemma3_text", {**_ATTENTION, **_HEAD_NORMS, **_FOUR_NORMS, **_MLP}, has_raised_norms=True),

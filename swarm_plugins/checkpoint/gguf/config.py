@@ -35,7 +35,10 @@ _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding
 _MAX_COUNT = 1 << 31
 # Llama 3.1 to 3.3; the file has only what they come to.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Number of blocks of the models of 27B parameters, whose attention is scaled otherwise.
+_NUM_EXPERTS = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+# Of llama.cpp's ways to weigh experts.
+_SIGMOID = 2
+# Blocks of the models of 27B parameters, whose attention is scaled otherwise.
 _DEEP_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 
 
@@ -68,9 +71,18 @@ def config_fields(
         raise CheckpointError(
             f"{label} says block_count {fields['num_hidden_layers']} and has {len(tensors)} tensors: fetch it again"
         )
-    queries, table = tensors.get("blk.0.attn_q.weight"), tensors.get("token_embd.weight")
+    is_latent = kind.model_type == "deepseek_v3"
+    first = "blk.0.attn_kv_b.weight" if is_latent else "blk.0.attn_q.weight"
+    queries, table = tensors.get(first), tensors.get("token_embd.weight")
     if queries is None or table is None:
-        raise CheckpointError(f"{label} has no token_embd.weight or blk.0.attn_q.weight: it is no whole model")
+        if "blk.0.attn_k_b.weight" in tensors:
+            raise UnsupportedError(
+                f"{label} has kv_b in two parts (attn_k_b, attn_v_b), of which one is transposed; known: attn_kv_b, as "
+                "files before April 2025 have it: give the checkpoint in safetensors"
+            )
+        raise CheckpointError(f"{label} has no token_embd.weight or {first}: it is no whole model")
+    if is_latent:
+        fields.update(_latent(stated, fields["num_attention_heads"]))
     fields.setdefault("head_dim", queries.shape[0] // fields["num_attention_heads"])
     fields["vocab_size"] = table.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in tensors
@@ -80,18 +92,12 @@ def config_fields(
         fields["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     if kind.experts:
         experts = stated.count("expert_count", is_needed=True)
-        fields["num_local_experts" if kind.model_type == "mixtral" else "num_experts"] = experts
+        fields[_NUM_EXPERTS.get(kind.model_type, "num_experts")] = experts
         # As llama.cpp computes these architectures.
-        fields["norm_topk_prob"] = True
+        fields.setdefault("norm_topk_prob", True)
+    fields["rope_parameters"] = _rotary(stated, fields["head_dim"], frequencies)
     if kind.model_type in _DEEP_GEMMA:
-        is_deep = fields["num_hidden_layers"] == _DEEP_GEMMA[kind.model_type]
-        fields["query_pre_attn_scalar"] = (
-            fields["hidden_size"] // fields["num_attention_heads"] if is_deep else fields["head_dim"]
-        )
-    fields["rope_parameters"] = rotary = _rotary(stated, fields["head_dim"], frequencies)
-    if kind.model_type == "gemma3_text":
-        near = {"rope_type": "default", "rope_theta": stated.number("rope.freq_base_swa") or 10000.0}
-        fields["rope_parameters"] = {"full_attention": rotary, "sliding_attention": near}
+        fields.update(_gemma(kind.model_type, stated, fields))
     for key, to in _IDS.items():
         token = metadata.get(f"tokenizer.ggml.{key}")
         fields[to] = token if isinstance(token, int) and 0 <= token < fields["vocab_size"] else None
@@ -99,23 +105,95 @@ def config_fields(
     return fields
 
 
+def _gemma(model_type: str, stated: _Stated, fields: Mapping[str, Any]) -> dict[str, Any]:
+    is_deep = fields["num_hidden_layers"] == _DEEP_GEMMA[model_type]
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if is_deep else fields["head_dim"]
+    rotary = fields["rope_parameters"]
+    if model_type == "gemma3_text":
+        near = {"rope_type": "default", "rope_theta": stated.number("rope.freq_base_swa") or 10000.0}
+        rotary = {"full_attention": rotary, "sliding_attention": near}
+    return {"query_pre_attn_scalar": scalar, "rope_parameters": rotary}
+
+
+def _latent(stated: _Stated, num_heads: int) -> dict[str, Any]:
+    """Returns the settings of multi-head latent attention and of DeepSeek-V3's router (arXiv 2412.19437, 2.1)."""
+    if (gating := stated.count("expert_gating_func")) != _SIGMOID:
+        raise UnsupportedError(
+            f"{stated.label} routes by expert_gating_func {gating}; known: {_SIGMOID} (sigmoid, DeepSeek-V3)"
+        )
+    # Files for attention in the latent space have the lengths of heads apart.
+    keys, values = (
+        stated.count(f"attention.{one}_length_mla") or stated.count(f"attention.{one}_length", is_needed=True) or 0
+        for one in ("key", "value")
+    )
+    turned = stated.count("rope.dimension_count", is_needed=True) or 0
+    experts, chosen = stated.count("expert_count", is_needed=True) or 0, stated.count("expert_used_count") or 0
+    groups, taken = stated.count("expert_group_count") or 1, stated.count("expert_group_used_count") or 1
+    scale = stated.number("expert_weights_scale")
+    # A group is rated by its two best experts.
+    is_right = experts % groups == 0 and experts // groups >= 2 and taken <= groups
+    if not is_right or turned >= keys or not 1 <= chosen <= experts // groups * taken:
+        raise CheckpointError(
+            f"{stated.label} says {chosen} of {experts} experts, {taken} of {groups} groups, and {turned} of {keys} "
+            "dimensions that positions turn, which do not fit together: fetch it again"
+        )
+    return {
+        "num_key_value_heads": num_heads,
+        "q_lora_rank": stated.count("attention.q_lora_rank") or None,
+        "kv_lora_rank": stated.count("attention.kv_lora_rank", is_needed=True),
+        "qk_nope_head_dim": keys - turned,
+        "qk_rope_head_dim": turned,
+        "head_dim": turned,
+        "v_head_dim": values,
+        "first_k_dense_replace": stated.count("leading_dense_block_count") or 0,
+        "n_shared_experts": stated.count("expert_shared_count", is_needed=True),
+        "n_group": groups,
+        "topk_group": taken,
+        "norm_topk_prob": bool(stated.number("expert_weights_norm")),
+        "routed_scaling_factor": 1.0 if scale is None else scale,
+    }
+
+
+def _latent_widths(fields: Mapping[str, Any]) -> dict[str, list[int]]:
+    heads, hidden, rank = fields["num_attention_heads"], fields["hidden_size"], fields["kv_lora_rank"]
+    inner, first, nope = (
+        fields.get("moe_intermediate_size") or 0,
+        fields["first_k_dense_replace"],
+        fields["qk_nope_head_dim"],
+    )
+    turned, queries = fields["qk_rope_head_dim"], fields["q_lora_rank"]
+    rows = heads * (nope + turned)
+    wanted = {
+        "blk.0.attn_kv_a_mqa.weight": [rank + turned, hidden],
+        "blk.0.attn_kv_b.weight": [heads * (nope + fields["v_head_dim"]), rank],
+        f"blk.{first}.ffn_up_exps.weight": [fields["n_routed_experts"], inner, hidden],
+        f"blk.{first}.ffn_up_shexp.weight": [fields["n_shared_experts"] * inner, hidden],
+        f"blk.0.attn_q{'_b' if queries else ''}.weight": [rows, queries or hidden],
+    }
+    return wanted | ({"blk.0.ffn_up.weight": [fields.get("intermediate_size", 0), hidden]} if first else {})
+
+
 def _check_widths(fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor], label: str) -> None:
     """Compares widths with tensors: a model is made in the widths that are stated."""
-    rows = fields["num_attention_heads"] * fields["head_dim"]
-    experts = fields.get("num_local_experts") or fields.get("num_experts")
-    inner = fields.get("moe_intermediate_size", fields.get("intermediate_size"))
-    up = [inner, fields["hidden_size"]]
-    wanted = {
-        "token_embd.weight": [fields["vocab_size"], fields["hidden_size"]],
-        "blk.0.attn_q.weight": [rows, fields["hidden_size"]],
-        **({"blk.0.ffn_up.weight": up} if experts is None else {"blk.0.ffn_up_exps.weight": [experts, *up]}),
-    }
+    table = {"token_embd.weight": [fields["vocab_size"], fields["hidden_size"]]}
+    wanted = table | (_latent_widths(fields) if "kv_lora_rank" in fields else _plain_widths(fields))
     for name, shape in wanted.items():
         found = list(tensors[name].shape) if name in tensors else None
         if found != shape:
             raise CheckpointError(
                 f"{name} in {label} is {found}, its metadata ask for {shape}: the header is corrupt, fetch it again"
             )
+
+
+def _plain_widths(fields: Mapping[str, Any]) -> dict[str, list[int]]:
+    rows = fields["num_attention_heads"] * fields["head_dim"]
+    experts = fields.get("num_local_experts") or fields.get("num_experts")
+    inner = fields.get("moe_intermediate_size", fields.get("intermediate_size"))
+    up = [inner, fields["hidden_size"]]
+    return {
+        "blk.0.attn_q.weight": [rows, fields["hidden_size"]],
+        **({"blk.0.ffn_up.weight": up} if experts is None else {"blk.0.ffn_up_exps.weight": [experts, *up]}),
+    }
 
 
 class _Stated:
@@ -188,6 +266,8 @@ def _yarn(stated: _Stated, base: float, factor: float) -> dict[str, Any]:
             f"{stated.label} scales positions by yarn with the base {base}, beta_fast {found['beta_fast']} and "
             f"beta_slow {found['beta_slow']}, expected a base over 1 and 0 < beta_slow <= beta_fast: fetch it again"
         )
+    if log := stated.number("rope.scaling.yarn_log_multiplier"):
+        found["mscale"] = found["mscale_all_dim"] = 10 * log
     if (attention := stated.number("rope.scaling.attn_factor")) is not None:
         # llama.cpp multiplies the paper's factor by it.
         found["attention_factor"] = attention * (1 + 0.1 * math.log(factor))

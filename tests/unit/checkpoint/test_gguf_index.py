@@ -36,6 +36,26 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 STACKS = {f"blk.0.ffn_{leaf}_exps.weight": (3, 32, 32) for leaf in ("gate", "up", "down")}
 
+DEEPSEEK_FIELDS: dict[str, Any] = {
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 16,
+    "attention.value_length": 8,
+    "rope.dimension_count": 8,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "expert_feed_forward_length": 32,
+}
+DEEPSEEK: dict[str, Any] = {
+    **dict.fromkeys(f"blk.0.{one}.weight" for one in ("attn_k", "attn_v", "ffn_gate", "ffn_up", "ffn_down")),
+    "blk.0.attn_output.weight": (32, 16),
+    "blk.0.attn_kv_a_mqa.weight": (40, 32),
+    "blk.0.attn_kv_b.weight": (32, 32),
+    **{f"blk.0.ffn_{leaf}_exps.weight": (4, 32, 32) for leaf in ("gate", "up", "down")},
+    **{f"blk.0.ffn_{leaf}_shexp.weight": (32, 32) for leaf in ("gate", "up", "down")},
+}
+
 
 def written(
     path: Path, fields: dict[str, Any] | None = None, shapes: dict[str, Any] | None = None, architecture: str = "llama"
@@ -169,6 +189,53 @@ def test_what_is_not_known_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         Checkpoint.open(written(tmp_path / "toy.gguf", fields, shapes, architecture))
+
+
+def test_latent_attention_has_the_widths_of_its_tensors(tmp_path: Path) -> None:
+    config = Checkpoint.open(written(tmp_path / "toy.gguf", DEEPSEEK_FIELDS, DEEPSEEK, "deepseek2")).config
+    assert (config.model_type, config.q_lora_rank, config.qk_nope_head_dim, config.v_head_dim) == (
+        "deepseek_v3",
+        None,
+        8,
+        8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "error", "message"),
+    [
+        (
+            {"attention.kv_lora_rank": 1 << 30},
+            {},
+            CheckpointError,
+            r"kv_a_mqa\.weight .* ask for \[1073741832, 32\]",
+        ),
+        (
+            {"attention.value_length": 1 << 30},
+            {},
+            CheckpointError,
+            r"kv_b\.weight in .* ask for \[2147483664, 32\]",
+        ),
+        ({"expert_shared_count": 9}, {}, CheckpointError, r"ffn_up_shexp\.weight in .* ask for \[288, 32\]"),
+        ({"expert_feed_forward_length": 0}, {}, CheckpointError, r"ffn_up_exps\.weight in .* ask for \[4, 0, 32\]"),
+        ({"attention.q_lora_rank": 8}, {}, CheckpointError, r"attn_q_b\.weight in .* is None"),
+        ({"expert_group_count": 3}, {}, CheckpointError, "2 of 4 experts, 1 of 3 groups, and 8 of 16 dim.* do not fit"),
+        ({"rope.dimension_count": 16}, {}, CheckpointError, "and 16 of 16 dimensions that positions turn"),
+        ({"expert_gating_func": 1}, {}, UnsupportedError, r"by expert_gating_func 1; known: 2 \(sigmoid"),
+        (
+            {},
+            {"blk.0.attn_kv_b.weight": None, "blk.0.attn_k_b.weight": (2, 32, 8)},
+            UnsupportedError,
+            r"has kv_b in two parts \(attn_k_b, attn_v_b\)",
+        ),
+    ],
+)
+def test_latent_attention_that_does_not_fit_is_refused(
+    fields: dict[str, Any], shapes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "toy.gguf", {**DEEPSEEK_FIELDS, **fields}, {**DEEPSEEK, **shapes}, "deepseek2")
+    with pytest.raises(error, match=message):
+        Checkpoint.open(file)
 
 
 @pytest.mark.parametrize("kept", [2, 300, -100])
