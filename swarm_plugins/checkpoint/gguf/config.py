@@ -268,9 +268,9 @@ def _yarn(stated: _Stated, base: float, factor: float) -> dict[str, Any]:
         )
     if log := stated.number("rope.scaling.yarn_log_multiplier"):
         found["mscale"] = found["mscale_all_dim"] = 10 * log
-    if (attention := stated.number("rope.scaling.attn_factor")) is not None:
-        # llama.cpp multiplies the paper's factor by it.
-        found["attention_factor"] = attention * (1 + 0.1 * math.log(factor))
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if stated.number(f"rope.scaling.{key}") not in (None, 1.0):
+            raise UnsupportedError(f"{stated.label} scales positions by yarn with {key} other than 1: give safetensors")
     return found
 
 

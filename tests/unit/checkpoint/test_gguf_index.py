@@ -36,6 +36,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 STACKS = {f"blk.0.ffn_{leaf}_exps.weight": (3, 32, 32) for leaf in ("gate", "up", "down")}
 
+YARN: dict[str, Any] = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+}
 DEEPSEEK_FIELDS: dict[str, Any] = {
     "attention.kv_lora_rank": 32,
     "attention.key_length": 16,
@@ -146,12 +151,7 @@ def test_a_folder_with_several_models_asks_which(tmp_path: Path) -> None:
             r"rope\.scaling\.original_context_length None, expected a number from 1",
         ),
         (
-            {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": 4.0,
-                "rope.scaling.original_context_length": 16,
-                "rope.scaling.yarn_beta_fast": -1.0,
-            },
+            {**YARN, "rope.scaling.yarn_beta_fast": -1.0},
             {},
             r"yarn with the base 10000\.0, beta_fast -1\.0 and beta_slow 1\.0, expected",
         ),
@@ -180,6 +180,7 @@ def test_metadata_that_lie_are_refused(
             "llama",
             "scales positions by 'yarn'; known are none, linear, yarn with a f",
         ),
+        ({**YARN, "rope.scaling.attn_factor": 2.0}, {}, "llama", "by yarn with attn_factor other than 1"),
         ({}, {"rope_freqs.weight": (8,)}, "llama", r"scales positions by rope_freqs\.weight"),
         ({"rope.dimension_count": 8}, {}, "llama", "turns 8 of 16 dimensions"),
     ],
