@@ -77,8 +77,8 @@ def config_fields(
     if queries is None or table is None:
         if "blk.0.attn_k_b.weight" in tensors:
             raise UnsupportedError(
-                f"{label} has kv_b in two parts (attn_k_b, attn_v_b), of which one is transposed; known: attn_kv_b in one: "
-                "give the checkpoint in safetensors"
+                f"{label} has kv_b in two parts (attn_k_b, attn_v_b), of which one is transposed; known: attn_kv_b, in "
+                "one part: give the checkpoint in safetensors"
             )
         raise CheckpointError(f"{label} has no token_embd.weight or {first}: it is no whole model")
     if is_latent:
