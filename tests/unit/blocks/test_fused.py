@@ -58,8 +58,8 @@ def plain(pair: Pair) -> list[Any]:
 def counted(pair: Pair, table: list[Any] | None) -> tuple[Operations, Tensor]:
     """Decodes a token after three others, with another table of blocks if one is given."""
     tables = pair.span._cut._tables
-    key = (BLOCKS.start, BLOCKS.stop, 0)
     kept = pair.span._cut.table(BLOCKS)
+    key = next(one for one, known in tables.items() if known is kept)
     session = pair.span.new_cache(1, BLOCKS)
     try:
         tables[key] = table or kept
