@@ -60,11 +60,11 @@ class Buffer:
         """Writes ``[B, H, S, W]`` from a token on, of all heads or of some."""
         whole = encode(new) if self.heads.is_coded else (new,)
         for tensor, one in zip(self.tensors, whole, strict=True):
-            tensor.narrow(1, first_head, new.shape[1]).narrow(2, start, new.shape[2]).copy_(one)
+            _heads(tensor, first_head, new.shape[1]).narrow(2, start, new.shape[2]).copy_(one)
 
     def read(self, start: int, length: int, first_head: int, num_heads: int) -> Tensor:
         """Returns some tokens of some heads, ``[B, H, S, W]``: a view, or decoded."""
-        found = [tensor.narrow(1, first_head, num_heads).narrow(2, start, length) for tensor in self.tensors]
+        found = [_heads(tensor, first_head, num_heads).narrow(2, start, length) for tensor in self.tensors]
         return decode(found[0], found[1], self.heads.dtype) if self.heads.is_coded else found[0]
 
     def take(self, source: Buffer, start: int, length: int, rows: Sequence[int] | None = None) -> None:
@@ -76,6 +76,11 @@ class Buffer:
             else:
                 for target, row in enumerate(rows):
                     kept[target].copy_(taken[row])
+
+
+def _heads(tensor: Tensor, first: int, number: int) -> Tensor:
+    # Most often it is all of them, and a view takes as long as a small product.
+    return tensor if number == tensor.shape[1] else tensor.narrow(1, first, number)
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
