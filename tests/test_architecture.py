@@ -86,6 +86,7 @@ LATE_IMPORTS = frozenset({
     ("weights/bnb.py", "bitsandbytes"),  # memory and start-up time of servers and models that need none of it
 })  # fmt: skip
 IMPORTS_BY_NAME = {
+    "cli/support/prepared.py",  # a function that a user names
     "lazy.py",  # the public names that each part lists
     "adapter_saves.py",  # what PEFT calls when it saves
     "autoload.py",  # what other packages look up by name
