@@ -34,7 +34,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, leave_unscaled
-from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.partition import num_blocks_of, places_in_blocks
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
@@ -277,7 +277,9 @@ class _BlockLoader:
     def _spelled(self, name: str) -> str:
         # HF's conversions are written for the names of a whole causal language model.
         prefix = layer_prefix(self.checkpoint, self.path)
-        return f"{self.base_class.base_model_prefix}.{self.path}.{name[len(prefix) :]}"
+        # A weight that is packed has another name in the checkpoint.
+        place = places_in_blocks(self.checkpoint, self.path).get(name, name[len(prefix) :])
+        return f"{self.base_class.base_model_prefix}.{self.path}.{place}"
 
 
 def _check_stored(
