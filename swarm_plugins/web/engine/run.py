@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from swarm_plugins.backbone.cache import remote_states
 from swarm_plugins.errors import UnsupportedError
@@ -51,7 +51,8 @@ class Run:
         self._caches = caches
         self._emit = emit
         self._recorder = Recorder() if request.logprobs is not None else None
-        self._answers = Answers(request, tokenizer, end_tokens(models.base), emit, self._recorder)
+        ends = frozenset(request.stop_tokens) | (frozenset() if request.never_ends else end_tokens(models.base))
+        self._answers = Answers(request, tokenizer, ends, emit, self._recorder)
         self._cache: Cache | None = None
         self._lock = threading.Lock()
 
@@ -121,7 +122,9 @@ class Run:
 
     def _settings(self, model: Any) -> Any:
         """Returns the model's own settings, with this request's; samples are drawn by our processors."""
-        settings = copy.deepcopy(model.generation_config)
+        own = model.generation_config
+        # What ends an answer is for `Answers` to say, if it is not what the model's files say.
+        settings = GenerationConfig(pad_token_id=own.pad_token_id) if self._request.is_plain else copy.deepcopy(own)
         settings.update(
             do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None, num_beams=1, num_return_sequences=1,
             max_new_tokens=self._request.max_new_tokens, max_length=None, use_cache=True, return_dict_in_generate=False,
