@@ -330,11 +330,10 @@ def quality(
     quiet_command()
     with one_sentence_errors("quality", program=PROGRAM):
         from swarm_plugins.offload.text import parse_width
-        from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS
 
         check_json(json)
-        expert_bits = [parse_width("--experts", bits, EXPERT_BITS) for bits in experts or ("16", "8", "4", "3", "2")]
-        other_bits = [parse_width("--attention", bits, OTHER_BITS) for bits in attention or ("16", "8", "4")]
+        expert_bits = [parse_width("--experts", bits) for bits in experts or ("16", "8", "4", "3", "2")]
+        other_bits = [parse_width("--attention", bits) for bits in attention or ("16", "8", "4")]
         # What takes seconds to import comes after what may be wrong at once.
         from recipes.benchmarks.quality import bench_quality
 
