@@ -68,22 +68,11 @@ def check_datums(datums: Sequence[Datum], call: LossCall, limits: Limits) -> Non
 
 
 def _check(datum: Datum, call: LossCall, limits: Limits) -> None:
-    loss, length = find_loss(call.name), len(datum.tokens)
+    length = len(datum.tokens)
     if not 1 <= length <= limits.context:
         raise ConfigError(f"{length} tokens, but the model reads 1 to {limits.context}")
-    required, known = (TARGETS, *loss.inputs), (TARGETS, *loss.inputs, *loss.optional)
-    missing = [name for name in required if name not in datum.inputs]
-    if missing:
-        raise ConfigError(f"{call.name} needs loss_fn_inputs {', '.join(required)}; missing: {', '.join(missing)}")
+    _check_inputs(datum.inputs, call.name)
     targets = datum.inputs[TARGETS]
-    for name in known:
-        if name not in datum.inputs:
-            continue
-        shape = tuple(datum.inputs[name].shape)
-        if shape != tuple(targets.shape):
-            raise ConfigError(f"{name} has shape {shape} and {TARGETS} {tuple(targets.shape)}: both must be alike")
-        if name != TARGETS and not bool(datum.inputs[name].isfinite().all()):
-            raise ConfigError(f"{name} is NaN or infinite at some positions")
     if targets.ndim not in (1, 2) or len(targets) != length or targets.shape[1:].numel() > limits.max_targets:
         raise ConfigError(
             f"{TARGETS} has shape {tuple(targets.shape)}, but the text has {length} tokens: give [{length}], or "
@@ -94,3 +83,18 @@ def _check(datum: Datum, call: LossCall, limits: Limits) -> None:
             raise ConfigError(f"{name} must be whole numbers (int64), not {printable(str(ids.dtype))}")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < limits.vocabulary:
             raise ConfigError(f"{name} has ids outside of the vocabulary, 0 to {limits.vocabulary - 1}")
+
+
+def _check_inputs(inputs: Mapping[str, Tensor], name: str) -> None:
+    loss = find_loss(name)
+    required = (TARGETS, *loss.inputs)
+    missing = [one for one in required if one not in inputs]
+    if missing:
+        raise ConfigError(f"{name} needs loss_fn_inputs {', '.join(required)}; missing: {', '.join(missing)}")
+    wanted = tuple(inputs[TARGETS].shape)
+    for one in (*loss.inputs, *(other for other in loss.optional if other in inputs)):
+        shape = tuple(inputs[one].shape)
+        if shape != wanted:
+            raise ConfigError(f"{one} has shape {shape} and {TARGETS} {wanted}: both must be alike")
+        if not bool(inputs[one].isfinite().all()):
+            raise ConfigError(f"{one} is NaN or infinite at some positions")

@@ -1,4 +1,4 @@
-"""An adapter as it is now, to sample from while training goes on."""
+"""Models to sample from, in the distribution that training computes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import copy
 import itertools
 from typing import Any
 
+from transformers import GenerationConfig
+
 
 def snapshot(model: Any) -> Any:
-    """Returns a copy of a model in training: it has the adapter of this moment, and shares all frozen weights."""
+    """Returns a copy of a model as it is now: trained tensors are its own, and frozen ones shared.
+
+    What the model's files say of generation is left out: a penalty would change the probabilities.
+    """
     frozen = (one for one in itertools.chain(model.parameters(), model.buffers()) if not one.requires_grad)
     shared: dict[int, Any] = {id(one): one for one in frozen}
-    return copy.deepcopy(model, shared).requires_grad_(False).eval()
+    copied = copy.deepcopy(model, shared).eval()
+    for one in copied.modules():
+        if hasattr(one, "generation_config"):
+            one.generation_config = GenerationConfig()
+    return copied.requires_grad_(False)

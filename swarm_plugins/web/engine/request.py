@@ -37,9 +37,6 @@ class Generation:
     never_ends: bool = False
     """Whether answers go on after the model's own ends."""
 
-    is_plain: bool = False
-    """Whether the settings of the model's files are left out: penalties would change the probabilities."""
-
     logprobs: int | None = None
     """How many likely alternatives are wanted for each token. None: not even its own probability."""
 

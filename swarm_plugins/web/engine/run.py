@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from swarm_plugins.backbone.cache import remote_states
 from swarm_plugins.errors import UnsupportedError
@@ -122,9 +122,7 @@ class Run:
 
     def _settings(self, model: Any) -> Any:
         """Returns the model's own settings, with this request's; samples are drawn by our processors."""
-        own = model.generation_config
-        # What ends an answer is for `Answers` to say, if it is not what the model's files say.
-        settings = GenerationConfig(pad_token_id=own.pad_token_id) if self._request.is_plain else copy.deepcopy(own)
+        settings = copy.deepcopy(model.generation_config)
         settings.update(
             do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None, num_beams=1, num_return_sequences=1,
             max_new_tokens=self._request.max_new_tokens, max_length=None, use_cache=True, return_dict_in_generate=False,

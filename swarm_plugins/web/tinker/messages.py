@@ -1,7 +1,7 @@
 """The protocol's messages in protobuf (proto3), described by their numbers.
 
-Only some requests and answers are protobuf; the others are JSON. Names differ from the SDK's, so that both can be in one
-process; a test compares the numbers with the installed SDK's.
+Only some requests and answers are protobuf; the others are JSON. The package's name is not the SDK's, so that both can
+be in one process; a test compares the numbers with the installed SDK's.
 """
 
 from __future__ import annotations

@@ -202,9 +202,7 @@ def _add_samplers(router: APIRouter, service: TinkerService) -> None:
         if sampler_id not in session.samplers:
             if body.model_path is None:
                 service.trainers.check_base(body.base_model or "")
-                model = None
-            else:
-                model = await service.trainers.load_sampler(body.model_path, session.tenant)
+            model = await service.trainers.sampler(body.model_path, session.tenant)
             service.add_sampler(session, body.sampling_session_seq_id, model, body.model_path)
         return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
@@ -221,7 +219,7 @@ def _add_samplers(router: APIRouter, service: TinkerService) -> None:
             raise ApiError("asample needs sampling_session_id: make a sampling client first", status=422)
         session, found = service.sessions.sampler(tenant, body.sampling_session_id)
         same = (body.sampling_session_id, body.seq_id)
-        answer = _submitted(service, session, same, lambda: service.sample(tenant, found.adapter, body))
+        answer = _submitted(service, session, same, lambda: service.sample(tenant, found, body))
         ids = [f"{answer['request_id']}:{index}" for index in range(max(0, min(body.num_samples, 1024)))]
         return {**answer, "sample_sequence_ids": ids}
 

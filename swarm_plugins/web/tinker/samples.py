@@ -55,7 +55,6 @@ def generation_of(body: Sample, *, adapter: str | None, tenant: str, context: in
         stop=tuple(one for one in stop or () if isinstance(one, str)),
         stop_tokens=tuple(one for one in stop or () if isinstance(one, int)),
         never_ends=stop == [],
-        is_plain=True,
         logprobs=top,
         score_prompt=bool(body.prompt_logprobs or body.topk_prompt_logprobs),
         adapter=adapter,

@@ -72,22 +72,20 @@ class TinkerService:
         session.trainings[run] = Training(facts, tuner)
         return {"model_id": run, "path": body.path, "type": "load_weights"}
 
-    def add_sampler(self, session: Session, number: int, model: Any | None, path: str | None) -> Sampler:
-        """Makes a sampler of a model, or of the base; the oldest of too many goes."""
-        sampler_id = f"{session.session_id}:sample:{number}"
-        adapter = None if model is None else f"sampler {sampler_id}"
-        if model is not None:
-            self.engine.models.hold(str(adapter), model)
-        surplus = self.sessions.add_sampler(session, Sampler(sampler_id, adapter, path))
-        if surplus is not None and surplus.adapter is not None:
-            self.engine.models.release(surplus.adapter)
-        return session.samplers[sampler_id]
+    def add_sampler(self, session: Session, number: int, model: Any, path: str | None) -> Sampler:
+        """Makes a sampler of a model; the oldest of too many goes."""
+        sampler = Sampler(f"{session.session_id}:sample:{number}", path)
+        self.engine.models.hold(sampler.sampler_id, model)
+        surplus = self.sessions.add_sampler(session, sampler)
+        if surplus is not None:
+            self.engine.models.release(surplus.sampler_id)
+        return sampler
 
-    async def sample(self, tenant: str, adapter: str | None, body: Sample) -> Answer:
+    async def sample(self, tenant: str, sampler: Sampler, body: Sample) -> Answer:
         """Answers an asample."""
         generation = generation_of(
             body,
-            adapter=adapter,
+            adapter=sampler.sampler_id,
             tenant=tenant,
             context=self.limits.context,
             vocabulary=self.limits.vocabulary,
@@ -96,9 +94,8 @@ class TinkerService:
 
     def _drop(self, session: Session) -> None:
         self.futures.forget(session.session_id)
-        for sampler in session.samplers.values():
-            if sampler.adapter is not None:
-                self.engine.models.release(sampler.adapter)
+        for sampler_id in session.samplers:
+            self.engine.models.release(sampler_id)
 
 
 def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:

@@ -34,10 +34,9 @@ class Sampler:
     """What samples are drawn from."""
 
     sampler_id: str
-    adapter: str | None
-    """The engine's name of its model; None: the base."""
-    path: str | None = None
-    """The checkpoint that it was made of."""
+    """Also the engine's name of its model."""
+    path: str | None
+    """The checkpoint that it was made of, if one was."""
 
 
 @dataclass

@@ -147,12 +147,14 @@ class Trainers:
         async with self._turn(training, seq_id):
             training.tuner = await self.load(training.facts, path, with_optimizer=with_optimizer)
 
-    async def load_sampler(self, path: str, owner: str) -> Any:
-        """Returns the model of a checkpoint to sample from."""
+    async def sampler(self, path: str | None, owner: str) -> Any:
+        """Returns the model of a checkpoint, or the base, to sample from."""
 
         def work() -> Any:
+            if path is None:
+                return snapshot(twin(self.base).requires_grad_(False))
             _, _, folder = self.store.find(path, owner)
-            return load_adapter(twin(self.base), folder, is_shared=True).eval()
+            return snapshot(load_adapter(twin(self.base), folder, is_shared=True))
 
         return await self._run(owner, work)
 

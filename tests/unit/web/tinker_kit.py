@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import tinker
+import torch
 from tinker import types
 from tinker.lib.internal_client_holder import _internal_client_holder_thread_singleton
 from web_kit import served
