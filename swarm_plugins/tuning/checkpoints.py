@@ -198,9 +198,10 @@ class CheckpointStore:
             raise ConfigError(f"there is no checkpoint {printable(path[:200])}: it was not saved, or has expired")
         return facts, known, self._folder(run) / kind / name
 
-    def update(self, facts: CheckpointFacts) -> None:
-        """Writes what has changed of a checkpoint: when it expires, who may load it."""
-        write_whole(self._folder(facts.run) / facts.kind / facts.name / _FACTS_FILE, msgspec.json.encode(facts))
+    def update(self, facts: CheckpointFacts, *, public: bool, expires: float | None) -> None:
+        """Changes who may load a checkpoint, and when it goes."""
+        changed = msgspec.structs.replace(facts, public=public, expires=expires)
+        write_whole(self._folder(facts.run) / facts.kind / facts.name / _FACTS_FILE, msgspec.json.encode(changed))
 
     def delete(self, facts: CheckpointFacts) -> None:
         """Deletes a checkpoint."""

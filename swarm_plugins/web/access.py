@@ -22,8 +22,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = ("/", "/page/")
-"""The page and its files, which need no key."""
+FILES = "/api/v1/files/"
+"""Before tokens that nobody can guess: whoever knows one needs no key."""
+
+_PAGE = "/"
+_OPEN = ("/page/", FILES)
+"""The page and what needs no key begin so."""
 
 _TRAINING = "/api/v1/"
 """Training's protocol has bounds of its own: its clients ask for answers again and again, and wait for them."""
@@ -86,7 +90,7 @@ class Access:
 
     def _tenant(self, scope: Scope) -> str:
         path = _path(scope)
-        if not self._keys or path == _OPEN[0] or path.startswith(_OPEN[1]):
+        if not self._keys or path == _PAGE or path.startswith(_OPEN):
             return ""
         headers = dict(scope["headers"])
         # The second is how Tinker's SDK sends it.

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 
-from swarm_plugins.errors import one_line
+from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.web.protocol.errors import ApiError
 
 T = TypeVar("T")
+_SHORTEST_S, _LONGEST_S = 3600, 10 * 366 * 86400
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,3 +180,10 @@ async def read(request: Request, kind: type[T]) -> T:
         return msgspec.json.decode(await request.body(), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise ApiError(f"the request is not valid: {one_line(exc)}", status=422) from exc
+
+
+def lifetime_of(seconds: int | None) -> int | None:
+    """Returns a checkpoint's lifetime; raises ConfigError if it is too short or too long."""
+    if seconds is not None and not _SHORTEST_S <= seconds <= _LONGEST_S:
+        raise ConfigError(f"ttl_seconds is {seconds}: {_SHORTEST_S} (an hour) to {_LONGEST_S} (ten years), or none")
+    return seconds

@@ -13,6 +13,7 @@ from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker import bodies
 from swarm_plugins.web.tinker.futures import Answer
+from swarm_plugins.web.tinker.listing import listing_router
 from swarm_plugins.web.tinker.service import TinkerService
 from swarm_plugins.web.tinker.sessions import Session
 from swarm_plugins.web.tinker.wire import read_request
@@ -30,6 +31,7 @@ def tinker_router(service: TinkerService) -> APIRouter:
     router = APIRouter(prefix=PREFIX)
     for add in (_add_sessions, _add_models, _add_steps, _add_weights, _add_samplers):
         add(router, service)
+    router.include_router(listing_router(service.store))
     return router
 
 

@@ -20,7 +20,7 @@ from swarm_plugins.tuning.lora import new_lora
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 from swarm_plugins.web.protocol.errors import ApiError
-from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights
+from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights, lifetime_of
 from swarm_plugins.web.tinker.line import GapError
 from swarm_plugins.web.tinker.sessions import Training
 from swarm_plugins.web.tinker.wire import call_of, computed_message, datums_of
@@ -132,7 +132,7 @@ class Trainers:
                     kind,
                     body.path or f"{seq_id:06d}",
                     overwrite=body.overwrite,
-                    ttl_s=body.ttl_seconds,
+                    ttl_s=lifetime_of(body.ttl_seconds),
                     metadata=body.user_metadata,
                 ),
             )

@@ -116,7 +116,9 @@ def test_the_same_seed_is_the_same_start(base: Any) -> None:
     first, second, other = (Tuner(new_lora(base, rank=4, seed=seed)) for seed in (1, 1, 2))
     pairs = list(zip(first.parameters.values(), second.parameters.values(), strict=True))
     assert all(torch.equal(one, two) for one, two in pairs)
-    assert any(not torch.equal(one, two) for one, two in zip(first.parameters.values(), other.parameters.values(), strict=True))
+    assert any(
+        not torch.equal(one, two) for one, two in zip(first.parameters.values(), other.parameters.values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(

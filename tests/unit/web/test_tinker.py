@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import tinker
 import torch
@@ -59,6 +60,12 @@ def plain(mixture: Path) -> Any:
 def url(plain: Any, tokenizer: Any, tmp_path: Path) -> Iterator[str]:
     with serving(plain, tokenizer, tmp_path) as address:
         yield address
+
+
+@pytest.fixture
+def rest(url: str) -> Iterator[Any]:
+    with client_at(url, kind=tinker.RestClient) as one:
+        yield one
 
 
 @pytest.fixture
@@ -245,3 +252,60 @@ def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
         training.forward([image], "cross_entropy").result()
     training.forward_backward([datum(TEXTS[0])], "cross_entropy").result()
     assert training.optim_step(types.AdamParams()).result()
+
+
+def test_runs_and_checkpoints_are_listed(url: str, client: Any, rest: Any) -> None:
+    training = trained(client, steps=1)
+    run = training.model_id
+    state = training.save_state("a", user_metadata={"note": "first"}).result().path
+    sampler = training.save_weights_for_sampler("b", ttl_seconds=7200).result().path
+    (known,) = rest.list_training_runs().result().training_runs
+    assert (known.training_run_id, known.lora_rank, known.last_checkpoint.tinker_path) == (run, 4, state)
+    assert rest.get_training_run(run).result().last_sampler_checkpoint.tinker_path == sampler
+    listed = rest.list_checkpoints(run).result().checkpoints
+    assert [one.tinker_path for one in listed] == [sampler, state]
+    assert listed[1].user_metadata == {"note": "first"}
+    assert listed[0].expires_at is not None
+    info = rest.get_weights_info_by_tinker_path(state).result()
+    assert (info.base_model, info.lora_rank, info.train_mlp) == (NAME, 4, True)
+    found = client.create_sampling_client(model_path=sampler).result()
+    prompt = types.ModelInput.from_ints(TEXTS[0])
+    live = training.save_weights_and_get_sampling_client().result()
+    assert found.sample(prompt, 1, GREEDY).result().sequences[0].tokens == (
+        live.sample(prompt, 1, GREEDY).result().sequences[0].tokens
+    )
+    with client_at(url, KEYS[1], tinker.RestClient) as bens:
+        assert not bens.list_training_runs().result().training_runs
+        with pytest.raises(tinker.NotFoundError):
+            bens.delete_checkpoint_from_tinker_path(state).result()
+    with client_at(url, KEYS[1]) as ben:
+        rest.publish_checkpoint_from_tinker_path(state).result()
+        copied = ben.create_training_client_from_state(state).result()
+        # Without the optimizer's state: weights alone.
+        assert copied.forward([datum(TEXTS[0])], "cross_entropy").result().metrics == (
+            training.forward([datum(TEXTS[0])], "cross_entropy").result().metrics
+        )
+        rest.unpublish_checkpoint_from_tinker_path(state).result()
+        with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
+            ben.create_training_client_from_state(state).result()
+    rest.set_checkpoint_ttl_from_tinker_path(state, 3600).result()
+    assert rest.list_checkpoints(run).result().checkpoints[1].expires_at is not None
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    assert [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints] == [sampler]
+
+
+def test_an_adapter_is_downloaded_without_a_key(client: Any, rest: Any, plain: Any, tmp_path: Path) -> None:
+    training = trained(client, steps=1)
+    path = training.save_weights_external("out").result().path
+    urls = rest.get_external_weights_urls(path).result().urls
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name, address in urls.items():
+        (folder / name).write_bytes(httpx2.get(address).raise_for_status().content)
+    local = PeftModel.from_pretrained(plain, str(folder)).eval()
+    found = training.forward([datum(ids) for ids in TEXTS], "cross_entropy").result().metrics["loss:sum"]
+    assert sum(losses_of(local)) == pytest.approx(found, rel=1e-4)
+    token = urls["adapter_config.json"].split("/")[-2]
+    for other in (token[:-1], token):
+        address = urls["adapter_config.json"].replace(token, other).replace("adapter_config", "checkpoint")
+        assert httpx2.get(address).status_code == 404

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ def serving(model: Any, tokenizer: Any, state_dir: Path, keys: tuple[str, ...] =
 
 
 @contextlib.contextmanager
-def client_at(url: str, key: str = KEYS[0]) -> Iterator[Any]:
+def client_at(url: str, key: str = KEYS[0], kind: Callable[..., Any] = tinker.ServiceClient) -> Iterator[Any]:
     """The SDK's client, which says at the end that it leaves."""
-    client = tinker.ServiceClient(base_url=url, api_key=key)
+    client = kind(base_url=url, api_key=key)
     try:
         yield client
     finally:
