@@ -43,7 +43,7 @@ class LossCall:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TextBounds:
     """Bounds of a model on the texts that it trains on."""
 
     context: int
@@ -54,7 +54,7 @@ class Limits:
     """Most targets a position."""
 
 
-def check_datums(datums: Sequence[Datum], call: LossCall, limits: Limits) -> None:
+def check_datums(datums: Sequence[Datum], call: LossCall, bounds: TextBounds) -> None:
     """Raises unless a loss can be computed on texts.
 
     Raises:
@@ -62,27 +62,27 @@ def check_datums(datums: Sequence[Datum], call: LossCall, limits: Limits) -> Non
     """
     for number, datum in enumerate(datums):
         try:
-            _check(datum, call, limits)
+            _check(datum, call, bounds)
         except ConfigError as exc:
             raise ConfigError(f"datum {number} of {len(datums)}: {exc}") from None
 
 
-def _check(datum: Datum, call: LossCall, limits: Limits) -> None:
+def _check(datum: Datum, call: LossCall, bounds: TextBounds) -> None:
     length = len(datum.tokens)
-    if not 1 <= length <= limits.context:
-        raise ConfigError(f"{length} tokens, but the model reads 1 to {limits.context}")
+    if not 1 <= length <= bounds.context:
+        raise ConfigError(f"{length} tokens, but the model reads 1 to {bounds.context}")
     _check_inputs(datum.inputs, call.name)
     targets = datum.inputs[TARGETS]
-    if targets.ndim not in (1, 2) or len(targets) != length or targets.shape[1:].numel() > limits.max_targets:
+    if targets.ndim not in (1, 2) or len(targets) != length or targets.shape[1:].numel() > bounds.max_targets:
         raise ConfigError(
             f"{TARGETS} has shape {tuple(targets.shape)}, but the text has {length} tokens: give [{length}], or "
-            f"[{length}, K] with K up to {limits.max_targets}"
+            f"[{length}, K] with K up to {bounds.max_targets}"
         )
     for name, ids in (("tokens", datum.tokens), (TARGETS, targets)):
         if ids.dtype != torch.int64:
             raise ConfigError(f"{name} must be whole numbers (int64), not {printable(str(ids.dtype))}")
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < limits.vocabulary:
-            raise ConfigError(f"{name} has ids outside of the vocabulary, 0 to {limits.vocabulary - 1}")
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < bounds.vocabulary:
+            raise ConfigError(f"{name} has ids outside of the vocabulary, 0 to {bounds.vocabulary - 1}")
 
 
 def _check_inputs(inputs: Mapping[str, Tensor], name: str) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
@@ -20,6 +20,7 @@ from swarm_plugins.web.access import FILES, tenant_of
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker import bodies
 
+T = TypeVar("T")
 _LINK_S = 900
 _MAX_LINKS = 1024
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -148,7 +149,7 @@ def _add_changes(
         return {}
 
 
-def _known(find: Callable[[], Any]) -> Any:
+def _known(find: Callable[[], T]) -> T:
     try:
         return find()
     except ConfigError as exc:

@@ -17,7 +17,7 @@ _PACKAGE = "swarm_plugins_tinker"
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     "string": _Field.TYPE_STRING, "bytes": _Field.TYPE_BYTES, "bool": _Field.TYPE_BOOL, "double": _Field.TYPE_DOUBLE,
-    "int32": _Field.TYPE_INT32, "int64": _Field.TYPE_INT64,
+    "int32": _Field.TYPE_INT32, "uint32": _Field.TYPE_UINT32, "int64": _Field.TYPE_INT64,
 }  # fmt: skip
 
 SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
@@ -51,7 +51,7 @@ SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes?"),
         "topk_sampled_logprobs": (4, "TopkLogprobs"),
     },
-    "TopkLogprobs": {"token_ids": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "int32"), "length": (4, "int32")},
+    "TopkLogprobs": {"token_ids": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "uint32"), "length": (4, "uint32")},
 }  # fmt: skip
 """Number and type of each field: ``*`` repeated, ``<T>`` a map from strings, ``?`` optional, ``|NAME`` of a group."""
 

@@ -91,7 +91,7 @@ def _add_models(router: APIRouter, service: TinkerService) -> None:
 
     @router.get("/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
-        model = {"model_name": trainers.name, "max_context_length": service.limits.context}
+        model = {"model_name": trainers.name, "max_context_length": service.bounds.context}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
     @router.get("/healthz")

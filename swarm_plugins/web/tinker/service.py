@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_plugins.tuning.checkpoints import CheckpointStore, RunFacts
-from swarm_plugins.tuning.datums import Limits
+from swarm_plugins.tuning.datums import TextBounds
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample
 from swarm_plugins.web.tinker.futures import Answer, Futures
@@ -29,9 +29,9 @@ class TinkerService:
         self.tokenizer_id = str(engine.tokenizer.name_or_path)
         models = engine.models
         self.engine = engine
-        self.limits = Limits(context, models.vocabulary)
+        self.bounds = TextBounds(context, models.vocabulary)
         self.store = CheckpointStore(state_dir)
-        self.trainers = Trainers(models.base, models.name, self.store, self.limits)
+        self.trainers = Trainers(models.base, models.name, self.store, self.bounds)
         self.futures = Futures()
         self.sessions = Sessions(self._drop)
 
@@ -87,8 +87,8 @@ class TinkerService:
             body,
             adapter=sampler.sampler_id,
             tenant=tenant,
-            context=self.limits.context,
-            vocabulary=self.limits.vocabulary,
+            context=self.bounds.context,
+            vocabulary=self.bounds.vocabulary,
         )
         return await sampled(self.engine, generation, body)
 

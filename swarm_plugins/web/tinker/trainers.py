@@ -15,7 +15,7 @@ from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import ConfigError, printable
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts, load_optimizer
-from swarm_plugins.tuning.datums import Limits, check_datums
+from swarm_plugins.tuning.datums import TextBounds, check_datums
 from swarm_plugins.tuning.lora import new_lora
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
@@ -35,14 +35,14 @@ class Trainers:
         base: The base model; it is not changed.
         name: Its name in requests.
         store: Keeps the checkpoints.
-        limits: Bounds of the texts.
+        bounds: Bounds of the texts.
     """
 
-    def __init__(self, base: Any, name: str, store: CheckpointStore, limits: Limits) -> None:
+    def __init__(self, base: Any, name: str, store: CheckpointStore, bounds: TextBounds) -> None:
         self.base = base
         self.name = name
         self.store = store
-        self.limits = limits
+        self.bounds = bounds
         self._turns = FairLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-api-training")
 
@@ -101,7 +101,7 @@ class Trainers:
             def work() -> bytes:
                 try:
                     call, datums = call_of(request), datums_of(request)
-                    check_datums(datums, call, self.limits)
+                    check_datums(datums, call, self.bounds)
                 except ConfigError as exc:
                     if not request.forward_only:
                         tuner.fail(str(exc))

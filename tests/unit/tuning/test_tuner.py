@@ -17,7 +17,7 @@ from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
 from swarm_plugins.testing import save_tiny
 from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts, load_optimizer
-from swarm_plugins.tuning.datums import Datum, Limits, LossCall, check_datums
+from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.lora import new_lora
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
@@ -258,4 +258,4 @@ IDS = torch.tensor([5, 6, 7])
 def test_texts_are_checked(tokens: Tensor, inputs: dict[str, Tensor], name: str, message: str) -> None:
     good = Datum(IDS, {"target_tokens": IDS, "logprobs": torch.zeros(3), "advantages": torch.ones(3)})
     with pytest.raises(ConfigError, match=f"datum 1 of 2: .*{message}"):
-        check_datums([good, Datum(tokens, inputs)], LossCall.of(name, {}), Limits(context=8, vocabulary=128))
+        check_datums([good, Datum(tokens, inputs)], LossCall.of(name, {}), TextBounds(context=8, vocabulary=128))
