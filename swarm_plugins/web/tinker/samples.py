@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from swarm_plugins.talk.sampling import Sampling
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Finished, Generation, Piece, PromptScored, Scored
 from swarm_plugins.web.tinker.bodies import Sample
+from swarm_plugins.web.tinker.groups import Drawn
 from swarm_plugins.web.tinker.messages import message
 
 _MAX_SAMPLES = 64
@@ -62,8 +64,12 @@ def generation_of(body: Sample, *, adapter: str | None, tenant: str, context: in
     )
 
 
-async def sampled(engine: Engine, generation: Generation, body: Sample) -> bytes:
-    """Draws samples; returns a SampleResponse."""
+async def drawn(engine: Engine, generation: Generation) -> Drawn:
+    """Draws samples.
+
+    Raises:
+        SwarmError: If servers are missing or fail.
+    """
     scored: list[list[Scored]] = [[] for _ in range(generation.n)]
     ended: dict[int, Finished] = {}
     prompt: tuple[Scored, ...] = ()
@@ -74,18 +80,22 @@ async def sampled(engine: Engine, generation: Generation, body: Sample) -> bytes
             ended[event.index] = event
         elif isinstance(event, PromptScored):
             prompt = event.scored
-    response = message("SampleResponse", sequences=[
-        _sequence(ended[index], scored[index], body.topk_sample_logprobs) for index in range(generation.n)
-    ])  # fmt: skip
+    return Drawn(tuple((ended[index], tuple(scored[index])) for index in range(generation.n)), prompt)
+
+
+def response_of(samples: Drawn, body: Sample) -> bytes:
+    """Returns a SampleResponse."""
+    sequences = [_sequence(end, scored, body.topk_sample_logprobs) for end, scored in samples.samples]
+    response = message("SampleResponse", sequences=sequences)
     if body.prompt_logprobs:
-        response.prompt_logprobs = _logprobs(prompt)
+        response.prompt_logprobs = _logprobs(samples.prompt)
     if body.topk_prompt_logprobs:
-        response.topk_prompt_logprobs.CopyFrom(_top(prompt, body.topk_prompt_logprobs))
+        response.topk_prompt_logprobs.CopyFrom(_top(samples.prompt, body.topk_prompt_logprobs))
     found: bytes = response.SerializeToString()
     return found
 
 
-def _sequence(end: Finished, scored: list[Scored], top: int) -> Any:
+def _sequence(end: Finished, scored: Sequence[Scored], top: int) -> Any:
     found = message(
         "SampledSequence",
         stop_reason=_STOP if end.reason == "stop" else _LENGTH,
@@ -97,11 +107,11 @@ def _sequence(end: Finished, scored: list[Scored], top: int) -> Any:
     return found
 
 
-def _logprobs(scored: Any) -> bytes:
+def _logprobs(scored: Sequence[Scored]) -> bytes:
     return np.array([float("nan") if one.logprob is None else one.logprob for one in scored], "<f4").tobytes()
 
 
-def _top(scored: Any, count: int) -> Any:
+def _top(scored: Sequence[Scored], count: int) -> Any:
     tokens = np.zeros((len(scored), count), "<i4")
     logprobs = np.full((len(scored), count), _EMPTY_LOGPROB, "<f4")
     for row, one in enumerate(scored):

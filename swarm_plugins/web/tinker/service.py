@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from swarm_plugins.tuning.datums import TextBounds
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample
 from swarm_plugins.web.tinker.futures import Answer, Futures
-from swarm_plugins.web.tinker.samples import generation_of, sampled
+from swarm_plugins.web.tinker.groups import Groups
+from swarm_plugins.web.tinker.samples import drawn, generation_of, response_of
 from swarm_plugins.web.tinker.sessions import Sampler, Session, Sessions, Training
 from swarm_plugins.web.tinker.trainers import Trainers, lora_shape
 
@@ -34,6 +36,7 @@ class TinkerService:
         self.trainers = Trainers(models.base, models.name, self.store, self.bounds)
         self.futures = Futures()
         self.sessions = Sessions(self._drop)
+        self._groups = Groups(functools.partial(drawn, engine))
 
     def close(self) -> None:
         """Ends all sessions; checkpoints stay."""
@@ -90,7 +93,7 @@ class TinkerService:
             context=self.bounds.context,
             vocabulary=self.bounds.vocabulary,
         )
-        return await sampled(self.engine, generation, body)
+        return response_of(await self._groups.draw(generation), body)
 
     def _drop(self, session: Session) -> None:
         self.futures.forget(session.session_id)

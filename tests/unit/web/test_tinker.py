@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.engine.request import Generation
 
 # The SDK leaves connections to the collector of garbage.
 pytestmark = [
@@ -203,6 +205,29 @@ def test_samples(client: Any, tokenizer: Any) -> None:
     top = sampler.sample(prompt, 1, GREEDY, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
     assert len(top.prompt_logprobs) == len(TEXTS[1])
     assert [len(one or ()) for one in top.topk_prompt_logprobs][1:] == [3] * (len(TEXTS[1]) - 1)
+
+
+def test_samples_of_one_prompt_are_drawn_together(client: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    generate = Engine.generate
+
+    def counted(engine: Engine, request: Generation) -> Any:
+        rows.append(request.n)
+        return generate(engine, request)
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    prompt = types.ModelInput.from_ints(TEXTS[1])
+    params = types.SamplingParams(max_tokens=6, stop=[])
+    calls = [sampler.sample(prompt, 1, params) for _ in range(8)]
+    found = [call.result().sequences[0] for call in calls]
+    assert sum(rows) == 8
+    assert len(rows) < 8
+    assert len({tuple(one.tokens) for one in found}) > 1
+    for one in found:
+        ids = torch.tensor([TEXTS[1] + one.tokens])
+        wanted = plain(ids[:, :-1]).logits[0].log_softmax(-1).gather(1, ids[0, 1:, None])[-6:, 0]
+        assert one.logprobs == pytest.approx(wanted.tolist(), abs=5e-5)
 
 
 def test_runs_of_two_keys_do_not_mix(url: str) -> None:
