@@ -69,7 +69,9 @@ def probe_layer_loop(
         except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as exc:
             reasons.append(str(exc))
             continue
-        if watch.calls == list(stack.blocks):
+        # Without images, blocks that look at them are not called (Mllama).
+        if watch.calls and watch.calls == sorted(set(watch.calls)):
+            stack.called = watch.calls
             stack.takes_ids = watch.are_ids_given
             stack.columns = _columns(base, stack, watch, twin)
             return

@@ -34,7 +34,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, leave_unscaled
-from swarm_plugins.checkpoint.partition import num_blocks_of, places_in_blocks
+from swarm_plugins.checkpoint.partition import decoder_of, num_blocks_of, places_in_blocks
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
@@ -384,7 +384,8 @@ def _base_class(whole: PreTrainedConfig, config: PreTrainedConfig) -> type[PreTr
         return class_for_task(config, "model", MODEL_MAPPING)
     # No task is mapped to the decoder alone (Emu 3).
     with torch.device("meta"):
-        base: type[PreTrainedModel] = type(language(copy.deepcopy(config)).base_model)
+        model = language(copy.deepcopy(config))
+    base = type(decoder_of(model, layer_list_name(model)))
     return class_for_task(config, "model", MODEL_MAPPING) if base is language else base
 
 
