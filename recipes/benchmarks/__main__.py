@@ -11,6 +11,7 @@ import typer
 from swarm_plugins.cli.support.arguments import Revision
 from recipes.benchmarks.network.command import network
 from recipes.benchmarks.packs.command import packs
+from recipes.benchmarks.formats.command import formats
 from recipes.benchmarks.command import PROGRAM, Json, ModelFolder, NewTokens, Rounds, Servers, check_json, measure, show
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import naming_extras
@@ -330,11 +331,10 @@ def quality(
     quiet_command()
     with one_sentence_errors("quality", program=PROGRAM):
         from swarm_plugins.offload.text import parse_width
-        from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS
 
         check_json(json)
-        expert_bits = [parse_width("--experts", bits, EXPERT_BITS) for bits in experts or ("16", "8", "4", "3", "2")]
-        other_bits = [parse_width("--attention", bits, OTHER_BITS) for bits in attention or ("16", "8", "4")]
+        expert_bits = [parse_width("--experts", bits) for bits in experts or ("16", "8", "4", "3", "2")]
+        other_bits = [parse_width("--attention", bits) for bits in attention or ("16", "8", "4")]
         # What takes seconds to import comes after what may be wrong at once.
         from recipes.benchmarks.quality import bench_quality
 
@@ -473,6 +473,7 @@ def privacy(
 
 app.command()(network)
 app.command()(packs)
+app.command()(formats)
 
 
 def main() -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
-from swarm_plugins.demo.text import demo_pieces
+from recipes.study.corpus import gather, is_held_out
+from swarm_plugins.demo.text import demo_pieces, pieces_of
 from swarm_plugins.errors import ConfigError
 
 
@@ -22,6 +24,20 @@ def text_pieces(tokenizer: Any, text: Path | None, num_pieces: int, length: int)
     if text is None:
         return demo_pieces(tokenizer, length).held_out[:num_pieces], "presidential addresses"
     return _pieces_of_file(tokenizer, text, num_pieces, length), text.name
+
+
+def library_pieces(tokenizer: Any, num_pieces: int, length: int) -> tuple[Tensor, str]:
+    """Returns tokens ``[pieces, length]`` of modules of Python's standard library, one piece of each, and their name.
+
+    They are the modules that the study holds out, so that they depend on the version of Python alone.
+
+    Raises:
+        ConfigError: If no module is long enough.
+        MissingExtraError: If the addresses, which the study's text has as well, are not installed.
+    """
+    modules = {name: text for name, text in gather().items() if name.startswith("python/") and is_held_out(name)}
+    rows = Dataset.from_dict({"document": list(modules), "text": list(modules.values())})
+    return pieces_of(tokenizer, rows, length, per_document=1)[:num_pieces], "Python modules"
 
 
 def _pieces_of_file(tokenizer: Any, text: Path, num_pieces: int, length: int) -> Tensor:

@@ -15,10 +15,14 @@ from torch.utils._pytree import tree_map
 
 from swarm_plugins.block_io import RETURN_FORMS, is_same
 from swarm_plugins.columns import Arguments, Columns, find_carried, find_columns
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import UnsupportedError, one_line
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
+
+
+_FAULTS = (UnsupportedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+"""What a model raises whose layers are called otherwise."""
 
 
 class _Watch:
@@ -66,8 +70,8 @@ def probe_layer_loop(
         watch = _Watch(torch.zeros(1, 3, dtype=torch.long, device=device))
         try:
             _run(base, stack, watch)
-        except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as exc:
-            reasons.append(str(exc))
+        except _FAULTS as exc:
+            reasons.append(one_line(exc) if isinstance(exc, UnsupportedError) else one_line(exc, with_kind=True))
             continue
         # Without images, blocks that look at them are not called (Mllama).
         if watch.calls and watch.calls == sorted(set(watch.calls)):
@@ -127,7 +131,7 @@ def _carried(base: nn.Module, stack: RemoteStack, ids: Tensor) -> dict[int | str
         return {}
     try:
         _run(base, stack, watch)
-    except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+    except _FAULTS:
         return {}
     return find_carried(watch.handed, watch.arguments.get(first + 1, {}))
 

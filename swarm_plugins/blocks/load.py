@@ -34,6 +34,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, leave_unscaled
+from swarm_plugins.checkpoint.outline import build_outline
 from swarm_plugins.checkpoint.partition import decoder_of, num_blocks_of, places_in_blocks
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
@@ -114,10 +115,9 @@ def load_span(
     _check_stored(store, published, checkpoint, quantization, offload, elsewhere)
     config = _span_config(checkpoint)
     base_class = _base_class(checkpoint.config, config)
-    with torch.device("meta"):
-        outline = base_class(copy.deepcopy(config))
-    path = layer_list_name(outline)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
+    outline = build_outline(base_class, config, wanted, checkpoint.name)
+    path = layer_list_name(outline)
     where = torch.device(device)
     moe = None
     if offload is not None:
@@ -383,9 +383,8 @@ def _base_class(whole: PreTrainedConfig, config: PreTrainedConfig) -> type[PreTr
     if is_known or type(config) is type(whole) or language is None or language.config_class is not type(config):
         return class_for_task(config, "model", MODEL_MAPPING)
     # No task is mapped to the decoder alone (Emu 3).
-    with torch.device("meta"):
-        model = language(copy.deepcopy(config))
-    base = type(decoder_of(model, layer_list_name(model)))
+    outline = build_outline(language, config, torch.float32, config.name_or_path or config.model_type)
+    base = type(decoder_of(outline, layer_list_name(outline)))
     return class_for_task(config, "model", MODEL_MAPPING) if base is language else base
 
 

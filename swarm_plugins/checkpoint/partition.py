@@ -101,11 +101,14 @@ def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     """Returns what precedes a block's index in the checkpoint's names, such as ``model.layers.``.
 
     Raises:
-        CheckpointError: If no tensor matches the layer list, or tensors under several paths do.
+        CheckpointError: If no tensor matches the layer list, or tensors under several paths do, or the config has
+            fewer kinds of layers than there are blocks.
     """
     prefixes = _PREFIXES.setdefault(checkpoint, {})
     if layer_path not in prefixes:
-        prefixes[layer_path] = _find_prefix(checkpoint, layer_path)
+        prefix = _find_prefix(checkpoint, layer_path)
+        _check_counted(checkpoint, prefix)
+        prefixes[layer_path] = prefix
     return prefixes[layer_path]
 
 
@@ -185,6 +188,23 @@ def _places_elsewhere(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
     return {
         name: to.removeprefix(path) for name, to in targets.items() if to.startswith(path) and conversions.is_known(to)
     }
+
+
+def _check_counted(checkpoint: Checkpoint, prefix: str) -> None:
+    """Refuses weights of more blocks than a config has that counts its list of kinds (Nemotron-H).
+
+    One that says a number may leave out what follows: layers that predict further tokens.
+    """
+    config = checkpoint.config.get_text_config(decoder=True)
+    if not isinstance(getattr(type(config), "num_hidden_layers", None), property):
+        return
+    number, indices = num_blocks_of(config), (_index_of(name, prefix) for name in checkpoint.tensors)
+    last = max((index for index in indices if index is not None), default=-1)
+    if last >= number:
+        raise CheckpointError(
+            f"{checkpoint.name} has {number} layers by its config and weights of {last + 1} blocks: "
+            "correct the list of layers in config.json, or fetch both again"
+        )
 
 
 def block_tensors(checkpoint: Checkpoint, layer_path: str, blocks: range) -> list[str]:

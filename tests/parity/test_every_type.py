@@ -229,7 +229,18 @@ def test_blocks_that_look_at_images_are_refused_with_one_and_passed_without(tmp_
 # What only servers' own processes do: they measure their blocks before they offer them.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", ["bloom", "gemma4_text", "glm_moe_dsa", "nemotron_h", "qwen3_5_moe_text", "zaya"]
+    "model_type",
+    [
+        "bloom",
+        "deepseek_v32",
+        "deepseek_v4",
+        "gemma4",
+        "gemma4_text",
+        "glm_moe_dsa",
+        "nemotron_h",
+        "qwen3_5_moe_text",
+        "zaya",
+    ],
 )
 def test_a_type_of_its_own_kind_is_served_by_processes(model_type: str, tmp_path: Path) -> None:
     directory = save_type(model_type, tmp_path)
