@@ -73,7 +73,9 @@ def probe_layer_loop(
         except _FAULTS as exc:
             reasons.append(one_line(exc) if isinstance(exc, UnsupportedError) else one_line(exc, with_kind=True))
             continue
-        if watch.calls == list(stack.blocks):
+        # Without images, blocks that look at them are not called (Mllama).
+        if watch.calls and watch.calls == sorted(set(watch.calls)):
+            stack.called = watch.calls
             stack.takes_ids = watch.are_ids_given
             stack.columns = _columns(base, stack, watch, twin)
             return

@@ -52,8 +52,7 @@ class _Running:
         for block in inputs.blocks[1:]:
             if block in columns.gathered:
                 self.hidden[block - inputs.blocks.start - 1] = sides[columns.gathered[block]]
-        self.first_block = inputs.blocks.start
-        self.next_block = inputs.blocks.start
+        self.first_block = self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
 
 
@@ -88,6 +87,8 @@ class RemoteStack:
         """How many values the model expects its layers to return in a tuple; 0: a tensor alone."""
         self.own_cache: str | None = None
         """By which name the decoder takes a cache of its own kind. None: it takes one of transformers."""
+        self.called: Sequence[int] = self.blocks
+        """The remote blocks that the model calls, in order."""
         self.takes_ids = False
         """Whether layers are given the ids of tokens."""
         self.columns = Columns()
@@ -223,19 +224,23 @@ class RemoteStack:
                 )
         else:
             alone = range(index, index + 1)
-            blocks = next((chain for chain in self.chains if chain.start == index), alone)
+            blocks = next((chain for chain in self.chains if index == self._next_called(chain.start)), alone)
             named = {name: value for name, value in arguments.items() if isinstance(name, str)}
             swap: CacheSwap | None = getattr(self._local, "swap", None)
             running = self._run(blocks, hidden, swap.cache if swap else cache, self._called_with or named)
         return self._hand_on(running, index)
+
+    def _next_called(self, index: int) -> int:
+        """Returns the first block from one on that the model calls."""
+        return next((block for block in self.called if block >= index), self.num_blocks)
 
     def _hand_on(self, running: _Running, index: int) -> Tensor:
         collector = _active_collector.get()
         if collector is not None and "router_logits" in collector and index in running.routers:
             collector["router_logits"].append(running.routers[index])
         running.last = running.hidden[index - running.first_block]
-        running.next_block = index + 1
-        self._local.running = running if index + 1 - running.first_block < len(running.hidden) else None
+        running.next_block = self._next_called(index + 1)
+        self._local.running = running if running.next_block - running.first_block < len(running.hidden) else None
         return running.last
 
     def _run(self, blocks: range, hidden: Tensor, cache: Cache | None, called_with: dict[str, Any]) -> _Running:

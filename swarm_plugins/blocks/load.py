@@ -35,7 +35,7 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, leave_unscaled
 from swarm_plugins.checkpoint.outline import build_outline
-from swarm_plugins.checkpoint.partition import num_blocks_of, places_in_blocks
+from swarm_plugins.checkpoint.partition import decoder_of, num_blocks_of, places_in_blocks
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
@@ -383,8 +383,8 @@ def _base_class(whole: PreTrainedConfig, config: PreTrainedConfig) -> type[PreTr
     if is_known or type(config) is type(whole) or language is None or language.config_class is not type(config):
         return class_for_task(config, "model", MODEL_MAPPING)
     # No task is mapped to the decoder alone (Emu 3).
-    outline: Any = build_outline(language, config, torch.float32, config.name_or_path or config.model_type)
-    base: type[PreTrainedModel] = type(outline.base_model)
+    outline = build_outline(language, config, torch.float32, config.name_or_path or config.model_type)
+    base = type(decoder_of(outline, layer_list_name(outline)))
     return class_for_task(config, "model", MODEL_MAPPING) if base is language else base
 
 

@@ -90,6 +90,13 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
+def decoder_of(model: nn.Module, layer_path: str) -> PreTrainedModel:
+    """Returns the innermost model that the layer list at a path belongs to."""
+    parts = layer_path.split(".")[:-1]
+    owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1))
+    return next(owner for owner in owners if isinstance(owner, PreTrainedModel))
+
+
 def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     """Returns what precedes a block's index in the checkpoint's names, such as ``model.layers.``.
 
