@@ -43,7 +43,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
-from swarm_plugins.weights.names import check_kv_bits
+from swarm_plugins.weights.names import INT8_KERNELS, check_kv_bits
 from swarm_plugins.weights.published.placing import Placing, place, plain_names
 from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.published.widening import experts_only, widening_of
@@ -126,7 +126,7 @@ def load_span(
         check_budget(moe, formats_of(moe, offload, where), offload, where)
         moe.store.fetch()
         if moe.placing is not None:
-            log.info("offloaded experts: %s", widening_of(experts_only(moe.placing), wanted))
+            log.info("offloaded experts: %s", widening_of(experts_only(moe.placing), wanted, keeps_experts=True))
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
         moe.check_has_experts(blocks)
@@ -236,7 +236,9 @@ class _BlockLoader:
         nn.Module.to(model, self.device)
         fill_in(model, self.dtype, self.device)
         if placing is not None:
-            placing.install(model, biases, self.dtype, self.device)
+            placing.install(
+                model, biases, self.dtype, self.device, self.kernel if self.kernel in INT8_KERNELS else None
+            )
         self._arrange(model, blocks)
         return model
 
@@ -244,7 +246,7 @@ class _BlockLoader:
         if self.quantization != "none":
             for block in blocks:
                 quantize_block(_layers(model, self.path)[block], self.quantization, kernel=self.kernel)
-        elif self.kernel is not None and self.device.type == "cpu":
+        elif self.kernel is not None and self.kernel not in INT8_KERNELS and self.device.type == "cpu":
             for block in blocks:
                 arrange_block(_layers(model, self.path)[block], self.kernel)
 

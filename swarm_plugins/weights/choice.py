@@ -11,6 +11,7 @@ from swarm_plugins.weights.formats.groups import GroupedFormat
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.nested import NestedFormat
 from swarm_plugins.weights.formats.nf4 import Nf4Format
+from swarm_plugins.weights.formats.nibbles import NibblesFormat
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import Kernel
 from swarm_plugins.weights.kernels.fp16 import Fp16Kernel, has_fbgemm
@@ -18,6 +19,7 @@ from swarm_plugins.weights.kernels.int4pack import Int4PackKernel, takes_groups
 from swarm_plugins.weights.kernels.int8 import HAS_DOT_PRODUCTS, Int8Kernel
 from swarm_plugins.weights.kernels.int8_fbgemm import Int8FbgemmKernel
 from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
+from swarm_plugins.weights.kernels.nibbles import NibblesKernel
 from swarm_plugins.weights.kernels.onednn import OneDnnKernel, has_onednn
 from swarm_plugins.weights.kernels.plain import FewRowsKernel, PlainKernel, has_own_bfloat16
 from swarm_plugins.weights.kernels.widening import WideningKernel
@@ -100,4 +102,6 @@ def kernel_for(stored: StoredFormat, device: torch.device, name: str | None = No
         return Nf4Kernel(stored)
     if isinstance(stored, GroupedFormat) and device.type == "cpu" and takes_groups(stored):
         return Int4PackKernel(stored)
+    if isinstance(stored, NibblesFormat) and device.type == "cpu":
+        return NibblesKernel(stored)
     return WideningKernel(stored)

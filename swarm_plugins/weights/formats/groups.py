@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from swarm_plugins.weights.fitting import codes_of, fit, round_to_nearest
 from swarm_plugins.weights.stored import Part, QuantizingFormat
@@ -104,9 +105,9 @@ class GroupedFormat(QuantizingFormat):
         rows, columns = self.shape
         codes = from_tiles(unfold(parts["codes"], self.bits))[:rows].reshape(rows, -1, self.group_size)
         steps = codes.to(torch.int8) - CODE_OF_OFFSET  # [out, groups, size]
-        grids = self.grids(parts)[:, :rows].float().transpose(0, 1)  # [out, groups, 2]
-        scales, offsets = grids.unsqueeze(-1).unbind(2)  # [out, groups, 1]
-        return (steps * scales + offsets).reshape(rows, -1)[:, :columns].to(dtype)
+        # Contiguous: otherwise the loops over them would be short ones.
+        scales, offsets = self.grids(parts)[:, :rows].float().permute(2, 1, 0).unsqueeze(-1).contiguous()
+        return steps.float().mul_(scales).add_(offsets).view(rows, -1)[:, :columns].to(dtype)
 
     def _padded(self, weight: Tensor) -> Tensor:
         if self.padded_shape == tuple(weight.shape):
@@ -127,6 +128,35 @@ class GroupedFormat(QuantizingFormat):
         return fold(to_tiles(codes.flatten(1)), self.bits)
 
 
+@dataclass(frozen=True)
+class SizedGroups(GroupedFormat):
+    """Codes and scales that others have chosen, with groups of their size."""
+
+    size: int
+    """Columns that share a scale."""
+
+    @property
+    def group_size(self) -> int:
+        return self.size
+
+    def arranged(self, codes: Tensor, scales: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+        """Returns the parts of weights that have been rounded already, ``scale * (code - 8) + offset`` of 4 bits each.
+
+        Args:
+            codes: ``[out, in]``, unsigned.
+            scales: ``[out, groups]``, to be rounded to bfloat16.
+            offsets: Likewise.
+        """
+        rows, columns = self.padded_shape
+        below, beside = rows - codes.shape[0], columns - codes.shape[1]
+        tiles = to_tiles(functional.pad(codes.to(torch.uint8), (0, beside, 0, below)))
+        kept = torch.stack([scales, offsets], dim=2).to(torch.bfloat16).transpose(0, 1)  # [groups, out, 2]
+        return {
+            "codes": tiles,
+            "scales": functional.pad(kept, (0, 0, 0, below, 0, beside // self.group_size)).contiguous(),
+        }
+
+
 def to_tiles(codes: Tensor) -> Tensor:
     """Puts codes ``[rows, columns]`` of up to 4 bits in tiles ``[rows / 64, columns * 32]``; rows a multiple of 64."""
     halves = codes.reshape(-1, 2, _HALF, codes.shape[1])
@@ -135,9 +165,8 @@ def to_tiles(codes: Tensor) -> Tensor:
 
 def from_tiles(tiles: Tensor) -> Tensor:
     """Returns the codes ``[rows, columns]`` of tiles."""
-    tiles = tiles.unflatten(1, (-1, _HALF))
-    codes = torch.cat([tiles & 0x0F, tiles >> 4], dim=2)  # [tiles, columns, 64]
-    return codes.transpose(1, 2).reshape(-1, tiles.shape[1])
+    rows = tiles.unflatten(1, (-1, _HALF)).transpose(1, 2).contiguous()  # [tiles, 32, columns]
+    return torch.cat([rows & 0x0F, rows >> 4], dim=1).flatten(0, 1)
 
 
 def fold(tiles: Tensor, bits: int) -> Tensor:

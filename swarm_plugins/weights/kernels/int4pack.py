@@ -16,6 +16,8 @@ from swarm_plugins.weights.stored import Part
 
 _TILE_ROWS = 64
 _LEAST_GROUP = 32
+MOST_ROWS = 64
+"""Rows of activations beyond which widening the weight once takes less time."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Int4PackKernel(Kernel):
     """Each product unfolds 3 and 2 bits to 4 and rounds activations to bfloat16, as torch's product requires.
 
     Without its order of codes, a CPU does not take groups smaller than torch's: see `takes_groups`.
+    Products of many rows widen the weight instead: torch's reads it again for every few of them.
     """
 
     format: GroupedFormat
@@ -47,6 +50,8 @@ class Int4PackKernel(Kernel):
         computed["codes"].copy_(codes.view_as(computed["codes"]))
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        if rows.shape[0] > MOST_ROWS:
+            return functional.linear(rows, self.widen(parts, rows.dtype))
         return self._product(parts, rows).to(rows.dtype)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
