@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,10 +19,14 @@ NO_TIES: frozenset[int] = frozenset()
 
 
 def tied_blocks(config: PreTrainedConfig) -> frozenset[int]:
-    """Returns the blocks before which a model must not be cut, by what its config says of sharing."""
+    """Returns the blocks before which a model must not be cut, by what its config says of sharing.
+
+    Raises:
+        CheckpointError: If the config contradicts itself.
+    """
     config = config.get_text_config(decoder=True)
     chosen: Sequence[str] = getattr(config, "indexer_types", None) or ()
-    shared: Sequence[str | None] = getattr(config, "kv_sharing_modes", None) or ()
+    shared = _sharing_modes(config)
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(shared)
     number = int(getattr(config, "num_hidden_layers", 0) or 0)
     tied = {block for block, kind in enumerate(chosen) if kind == "shared"}
@@ -35,6 +39,18 @@ def tied_blocks(config: PreTrainedConfig) -> frozenset[int]:
             tied.update(range(max(stored, default=0) + 1, block + 1))
     # A list may have entries for layers that predict further tokens, which are none of these blocks.
     return frozenset(block for block in tied if 0 < block < number)
+
+
+def _sharing_modes(config: PreTrainedConfig) -> Sequence[str | None]:
+    """Returns which layers keep keys and values for others, or use theirs; transformers works it out from numbers."""
+    try:
+        return getattr(config, "kv_sharing_modes", None) or ()
+    except (ValueError, IndexError, TypeError) as error:
+        raise CheckpointError(
+            f"the config of model_type {config.model_type!r} says that layers share keys and values, but not how "
+            f"({one_line(error, with_kind=True)}): correct num_kv_shared_layers and layer_types in config.json, or "
+            "fetch it again"
+        ) from error
 
 
 def pieces(blocks: range, tied: Collection[int]) -> list[range]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from pydoc_data import topics
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
-from swarm_plugins.demo.text import demo_pieces
+from recipes.study.corpus import gather, is_held_out
+from swarm_plugins.demo.text import demo_pieces, pieces_of
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.rows import load_rows
 
@@ -29,11 +30,10 @@ def _c4() -> str:
 
 
 _CORPORA: Mapping[str, Callable[[], str]] = {
-    "python": lambda: "\n\n".join(str(topics.topics[name]) for name in sorted(topics.topics)),
     "wikitext2": _wikitext2,
     "c4": _c4,
 }
-"""Texts with a name: the help of Python's own interpreter, and two from the Hub."""
+"""Texts on the Hub, by name."""
 
 
 def text_pieces(tokenizer: Any, text: str | Path | None, num_pieces: int, length: int) -> tuple[Tensor, str]:
@@ -41,8 +41,8 @@ def text_pieces(tokenizer: Any, text: str | Path | None, num_pieces: int, length
 
     Args:
         tokenizer: The model's.
-        text: A file; ``addresses`` or None, the held-out ones of `swarm demo`; ``python``, the help of Python's
-            interpreter; ``wikitext2`` or ``c4`` from the Hub.
+        text: A file; ``addresses`` or None, the held-out ones of `swarm demo`; ``python``, as `library_pieces`;
+            ``wikitext2`` or ``c4`` from the Hub.
         num_pieces: Most pieces, spread over the text.
         length: Tokens of each.
 
@@ -52,6 +52,8 @@ def text_pieces(tokenizer: Any, text: str | Path | None, num_pieces: int, length
     """
     if text in (None, "addresses"):
         return demo_pieces(tokenizer, length).held_out[:num_pieces], "presidential addresses"
+    if text == "python":
+        return library_pieces(tokenizer, num_pieces, length)
     read, path = _CORPORA.get(str(text)), Path(text)
     content = _content(path, num_pieces * length) if read is None else read()
     tokens = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.long)
@@ -61,10 +63,24 @@ def text_pieces(tokenizer: Any, text: str | Path | None, num_pieces: int, length
     return pieces[:: max(1, len(pieces) // num_pieces)][:num_pieces], path.name
 
 
+def library_pieces(tokenizer: Any, num_pieces: int, length: int) -> tuple[Tensor, str]:
+    """Returns tokens ``[pieces, length]`` of modules of Python's standard library, one piece of each, and their name.
+
+    They are the modules that the study holds out, so that they depend on the version of Python alone.
+
+    Raises:
+        ConfigError: If no module is long enough.
+        MissingExtraError: If the addresses, which the study's text has as well, are not installed.
+    """
+    modules = {name: text for name, text in gather().items() if name.startswith("python/") and is_held_out(name)}
+    rows = Dataset.from_dict({"document": list(modules), "text": list(modules.values())})
+    return pieces_of(tokenizer, rows, length, per_document=1)[:num_pieces], "Python modules"
+
+
 def _content(path: Path, num_tokens: int) -> str:
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(num_tokens * _CHARS_PER_TOKEN)
     except (OSError, UnicodeDecodeError) as exc:
-        known = ", ".join(["addresses", *_CORPORA])
+        known = ", ".join(["addresses", "python", *_CORPORA])
         raise ConfigError(f"cannot read {path} as text ({exc}): give a file in UTF-8, or one of {known}") from exc

@@ -47,7 +47,11 @@ class _Running:
         states = (columns.split(one)[0] for one in (*outputs.hidden_states, outputs.hidden))
         *between, last = (columns.in_streams(one, shape) for one in states)
         self.hidden = [*(between if inputs.collect_hidden else [last] * (len(inputs.blocks) - 1)), last]
-        """The output of each block."""
+        """The output of each block, as far as models go on with it."""
+        sides = columns.split(outputs.hidden)[1]
+        for block in inputs.blocks[1:]:
+            if block in columns.gathered:
+                self.hidden[block - inputs.blocks.start - 1] = sides[columns.gathered[block]]
         self.first_block = inputs.blocks.start
         self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
@@ -144,7 +148,7 @@ class RemoteStack:
                 f"nothing can run before block {border}, which uses keys and values, or a choice of tokens, of blocks "
                 f"before it: the nearest place is before block {nearest_border(border, self.tied)}"
             )
-        if self.columns.carried:
+        if self.columns.carried or self.columns.gathered:
             raise UnsupportedError(
                 "nothing can run between the blocks of this model, which hand on more than hidden states: change its "
                 "input or output instead"

@@ -5,6 +5,7 @@ Callers check their inputs and make room in caches; caches count new tokens only
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.adapters.apply import TokenRows, adapter_patches
 from swarm_plugins.blocks.attending import SDPA
-from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, Given, SkippedBlock, Watched
+from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, Gathered, Given, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
 from swarm_plugins.blocks.keepers import Keeper
@@ -28,7 +29,7 @@ from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.blocks.stacked import StackedPast, stacks
 from swarm_plugins.borders import NO_TIES
-from swarm_plugins.columns import Columns
+from swarm_plugins.columns import Arguments, Columns
 from swarm_plugins.errors import ConfigError
 
 _CACHES = ("past_key_values", "cache_params", "state")
@@ -254,9 +255,12 @@ class CutModel:
         return output
 
     def _between_borders(
-        self, call: Call, hidden: Tensor, sides: Sequence[Tensor], seen: Callable[[Any], None]
+        self, call: Call, hidden: Tensor, sides: list[Tensor], seen: Callable[[Any], None]
     ) -> list[Any]:
-        """Returns a call's table with what came put in at its blocks, and what leaves the last one reported."""
+        """Returns a call's table with what came put in at its blocks, and what leaves the last one reported.
+
+        ``sides`` will get what is gathered.
+        """
         table, blocks = list(call.table), call.blocks
         if blocks.stop < len(table):
             table[blocks.stop] = Exit(table[blocks.stop], lambda *called: seen(self.columns.returned(*called)))
@@ -266,6 +270,13 @@ class CutModel:
             given = self.columns.given(block, sides, is_entry=block == blocks.start)
             table[block] = Given(table[block], given) if given else table[block]
         table[blocks.start] = Entry(table[blocks.start], lambda shape: self.columns.in_streams(hidden, shape))
+        for block, index in self.columns.gathered.items():
+            if block == blocks.start:
+                sides[index] = hidden
+            if block <= blocks.start:
+                table[block] = Gathered(table[block], sides[index])
+            elif block in blocks:
+                table[block] = Exit(table[block], functools.partial(_note, sides, index))
         return table
 
     def _run_single(self, call: Call, blocks: range, hidden: Tensor, positions: Tensor | None, past: Past) -> Tensor:
@@ -328,3 +339,7 @@ class CutModel:
         for block in blocks[:-1]:
             table[block] = Watched(self._blocks[block], seen)
         return table
+
+
+def _note(sides: list[Tensor], index: int, hidden: Tensor, arguments: Arguments) -> None:
+    sides[index] = hidden

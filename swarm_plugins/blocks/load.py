@@ -34,7 +34,8 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, leave_unscaled
-from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.outline import build_outline
+from swarm_plugins.checkpoint.partition import num_blocks_of, places_in_blocks
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
@@ -114,10 +115,9 @@ def load_span(
     _check_stored(store, published, checkpoint, quantization, offload, elsewhere)
     config = _span_config(checkpoint)
     base_class = _base_class(checkpoint.config, config)
-    with torch.device("meta"):
-        outline = base_class(copy.deepcopy(config))
-    path = layer_list_name(outline)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
+    outline = build_outline(base_class, config, wanted, checkpoint.name)
+    path = layer_list_name(outline)
     where = torch.device(device)
     moe = None
     if offload is not None:
@@ -277,7 +277,9 @@ class _BlockLoader:
     def _spelled(self, name: str) -> str:
         # HF's conversions are written for the names of a whole causal language model.
         prefix = layer_prefix(self.checkpoint, self.path)
-        return f"{self.base_class.base_model_prefix}.{self.path}.{name[len(prefix) :]}"
+        # A weight that is packed has another name in the checkpoint.
+        place = places_in_blocks(self.checkpoint, self.path).get(name, name[len(prefix) :])
+        return f"{self.base_class.base_model_prefix}.{self.path}.{place}"
 
 
 def _check_stored(
@@ -381,8 +383,8 @@ def _base_class(whole: PreTrainedConfig, config: PreTrainedConfig) -> type[PreTr
     if is_known or type(config) is type(whole) or language is None or language.config_class is not type(config):
         return class_for_task(config, "model", MODEL_MAPPING)
     # No task is mapped to the decoder alone (Emu 3).
-    with torch.device("meta"):
-        base: type[PreTrainedModel] = type(language(copy.deepcopy(config)).base_model)
+    outline: Any = build_outline(language, config, torch.float32, config.name_or_path or config.model_type)
+    base: type[PreTrainedModel] = type(outline.base_model)
     return class_for_task(config, "model", MODEL_MAPPING) if base is language else base
 
 

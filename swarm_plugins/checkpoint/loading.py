@@ -24,6 +24,9 @@ CONSTRUCTION = threading.RLock()
 """Held while transformers makes a model: it changes torch's default type for the whole process meanwhile. Two threads
 at once would leave the type of one of them behind."""
 
+_NEW_WEIGHTS = 1 << 24
+"""Most that a model may have beside twice its tensors."""
+
 
 def model_from_tensors(
     model_class: type[PreTrainedModel],
@@ -55,15 +58,21 @@ def model_from_tensors(
         An instance of ``model_class``, in evaluation mode.
 
     Raises:
-        CheckpointError: If a tensor is missing or has a wrong shape.
+        CheckpointError: If a tensor is missing or has a wrong shape, or the model is far larger than its tensors.
     """
     source: dict[str, Any] = {"state_dict": tensors}
+
+    def trimmed(model: PreTrainedModel) -> None:
+        trim(model)
+        if tensors is not None:
+            _check_size(model, tensors, name)
+
     if tensors is None:
         source = {"device_map": device, "revision": getattr(config, "_commit_hash", None) or "main"}
     try:
         # Its report says what errors here say, unless weights may be missing.
         with CONSTRUCTION, without_bars() if may_lack else quiet_transformers():
-            loaded: Any = _trimmed_class(model_class, trim).from_pretrained(
+            loaded: Any = _trimmed_class(model_class, trimmed).from_pretrained(
                 None if tensors is not None else name,
                 config=config,
                 **source,
@@ -89,6 +98,18 @@ def model_from_tensors(
     model.name_or_path = model.config.name_or_path = name
     model.train(False)
     return model
+
+
+def _check_size(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str) -> None:
+    """Refuses a model far larger than its tensors: transformers gives memory to all weights before it compares them."""
+    # On the meta device, a hollow one with one element. Tied ones may count twice, and a new head is small.
+    needed = sum(weight.untyped_storage().nbytes() // weight.element_size() for weight in model.parameters())
+    given = sum(tensor.numel() for tensor in tensors.values())
+    if needed > 2 * given + _NEW_WEIGHTS:
+        raise CheckpointError(
+            f"{name} has {given} weights for a part of the model that has {needed} by its config: they are of "
+            "different checkpoints, fetch both again"
+        )
 
 
 def _trimmed_class(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,11 +94,14 @@ def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     """Returns what precedes a block's index in the checkpoint's names, such as ``model.layers.``.
 
     Raises:
-        CheckpointError: If no tensor matches the layer list, or tensors under several paths do.
+        CheckpointError: If no tensor matches the layer list, or tensors under several paths do, or the config has
+            fewer kinds of layers than there are blocks.
     """
     prefixes = _PREFIXES.setdefault(checkpoint, {})
     if layer_path not in prefixes:
-        prefixes[layer_path] = _find_prefix(checkpoint, layer_path)
+        prefix = _find_prefix(checkpoint, layer_path)
+        _check_counted(checkpoint, prefix)
+        prefixes[layer_path] = prefix
     return prefixes[layer_path]
 
 
@@ -129,6 +132,8 @@ def _find_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
 
 _IN_LIST = re.compile(r"(.+?\.)\d{1,6}\.")
 """A tensor of a module in a list: all up to the index."""
+_LISTED = re.compile(r".+\.\d{1,6}")
+"""A tensor that is in a list itself."""
 
 
 def _of_decoder(checkpoint: Checkpoint, list_name: str, examples: Mapping[str, str]) -> list[str]:
@@ -147,6 +152,54 @@ def _of_decoder(checkpoint: Checkpoint, list_name: str, examples: Mapping[str, s
     return [prefix for prefix, to in targets if to.startswith(f"{path}.") and conversions.is_known(to)]
 
 
+def places_in_blocks(checkpoint: Checkpoint, layer_path: str) -> Mapping[str, str]:
+    """Returns where the tensors of all blocks belong, by name: below the layer list, such as ``3.mlp.gate.weight``.
+
+    Some checkpoints keep one weight of all blocks in a list of its own. Transformers' rules tell where those belong.
+
+    Raises:
+        CheckpointError: If no tensor matches the layer list, or tensors under several paths do.
+    """
+    known = _PLACES.setdefault(checkpoint, {})
+    if layer_path not in known:
+        prefix = layer_prefix(checkpoint, layer_path)
+        inside = {name: name[len(prefix) :] for name in checkpoint.tensors if _index_of(name, prefix) is not None}
+        known[layer_path] = inside | _places_elsewhere(checkpoint, prefix)
+    return known[layer_path]
+
+
+_PLACES: WeakKeyDictionary[Checkpoint, dict[str, Mapping[str, str]]] = WeakKeyDictionary()
+
+
+def _places_elsewhere(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+    names = [name for name in checkpoint.tensors if _LISTED.fullmatch(name) and not name.startswith(prefix)]
+    if not names:
+        return {}
+    outline = meta_model(checkpoint.config, torch.float32)
+    conversions, path = Conversions(outline), f"{layer_list_name(outline)}."
+    targets = {name: conversions.target(name)[0] for name in names}
+    return {
+        name: to.removeprefix(path) for name, to in targets.items() if to.startswith(path) and conversions.is_known(to)
+    }
+
+
+def _check_counted(checkpoint: Checkpoint, prefix: str) -> None:
+    """Refuses weights of more blocks than a config has that counts its list of kinds (Nemotron-H).
+
+    One that says a number may leave out what follows: layers that predict further tokens.
+    """
+    config = checkpoint.config.get_text_config(decoder=True)
+    if not isinstance(getattr(type(config), "num_hidden_layers", None), property):
+        return
+    number, indices = num_blocks_of(config), (_index_of(name, prefix) for name in checkpoint.tensors)
+    last = max((index for index in indices if index is not None), default=-1)
+    if last >= number:
+        raise CheckpointError(
+            f"{checkpoint.name} has {number} layers by its config and weights of {last + 1} blocks: "
+            "correct the list of layers in config.json, or fetch both again"
+        )
+
+
 def block_tensors(checkpoint: Checkpoint, layer_path: str, blocks: range) -> list[str]:
     """Returns the names of the tensors of some blocks, in the checkpoint's spelling and order.
 
@@ -159,10 +212,10 @@ def block_tensors(checkpoint: Checkpoint, layer_path: str, blocks: range) -> lis
         raise ConfigError(
             f"blocks {blocks.start} to {blocks.stop} are asked of {checkpoint.name}, which has blocks 0 to {num_blocks}"
         )
-    prefix = layer_prefix(checkpoint, layer_path)
-    by_block = _by_block(checkpoint.tensors, prefix)
+    by_block = _by_block(places_in_blocks(checkpoint, layer_path))
     empty = [block for block in blocks if not by_block[block]]
     if empty:
+        prefix = layer_prefix(checkpoint, layer_path)
         raise CheckpointError(
             f"{checkpoint.name} has no tensor of block {', '.join(map(str, empty))} (names starting with "
             f"{prefix}{empty[0]}.): the checkpoint is incomplete, fetch it again"
@@ -178,8 +231,8 @@ def client_tensors(checkpoint: Checkpoint, layer_path: str) -> list[str]:
     Raises:
         CheckpointError: If the checkpoint has no blocks.
     """
-    prefix = layer_prefix(checkpoint, layer_path)
-    return [name for name in checkpoint.tensors if _index_of(name, prefix) is None]
+    places = places_in_blocks(checkpoint, layer_path)
+    return [name for name in checkpoint.tensors if name not in places]
 
 
 def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ...]:
@@ -193,12 +246,12 @@ def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ..
     directory = checkpoint.directory
     if directory is None:
         return ()
-    prefix = layer_prefix(checkpoint, layer_path)
+    places = places_in_blocks(checkpoint, layer_path)
     found = []
     for block in range(_num_blocks(checkpoint)):
         names = block_tensors(checkpoint, layer_path, range(block, block + 1))
         # Without prefix and index: equal blocks have equal fingerprints, wherever they stand.
-        inside = {name.removeprefix(f"{prefix}{block}."): checkpoint.tensors[name] for name in names}
+        inside = {places[name].partition(".")[2]: checkpoint.tensors[name] for name in names}
         found.append(tensors_fingerprint(directory, inside))
     return tuple(found)
 
@@ -230,10 +283,8 @@ def _index_of(name: str, prefix: str) -> int | None:
     return int(index) if index.isascii() and index.isdigit() and len(index) <= 6 else None
 
 
-def _by_block(names: Iterable[str], prefix: str) -> defaultdict[int, list[str]]:
+def _by_block(places: Mapping[str, str]) -> defaultdict[int, list[str]]:
     by_block: defaultdict[int, list[str]] = defaultdict(list)
-    for name in names:
-        index = _index_of(name, prefix)
-        if index is not None:
-            by_block[index].append(name)
+    for name, place in places.items():
+        by_block[int(place.partition(".")[0])].append(name)
     return by_block

@@ -30,7 +30,6 @@ WHY = {
     "do not run apart from each other": "layers hand on more than hidden states",
     "gives its layers hidden states of shape": "hidden states have other tokens or another order of axes",
     "cannot be served": "its window is made by the cache of transformers alone, and depends on how a text is cut",
-    "lacks .*: fetch it again": "its checkpoint keeps weights of blocks elsewhere",
     "needs another package": "its tower needs the package timm: with it, as `gemma3n_text`",
     "lists of decoder layers": "it has several lists of layers",
     "has no number of decoder layers": "its layers run on patches of bytes",

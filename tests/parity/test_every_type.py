@@ -67,6 +67,7 @@ QUICK = (
     "gemma4_text",
     "zamba2",
     "zaya",
+    "inkling2_text",
     "minimax",
     "recurrent_gemma",
     "rwkv",
@@ -91,7 +92,6 @@ REFUSED = _reasons({
     "do not run apart from each other": "reformer",
     "gives its layers hidden states of shape": "cpmant xlnet",
     "cannot be served": "moshi",
-    "lacks .*: fetch it again": "inkling2_text",
     "needs another package": "gemma3n",
     "lists of decoder layers": "hrm_text",
     "has no number of decoder layers": "blt",
@@ -214,7 +214,18 @@ def test_hidden_states_that_are_collected_inside_of_blocks_are_refused(tmp_path:
 # What only servers' own processes do: they measure their blocks before they offer them.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", ["bloom", "gemma4_text", "glm_moe_dsa", "nemotron_h", "qwen3_5_moe_text", "zaya"]
+    "model_type",
+    [
+        "bloom",
+        "deepseek_v32",
+        "deepseek_v4",
+        "gemma4",
+        "gemma4_text",
+        "glm_moe_dsa",
+        "nemotron_h",
+        "qwen3_5_moe_text",
+        "zaya",
+    ],
 )
 def test_a_type_of_its_own_kind_is_served_by_processes(model_type: str, tmp_path: Path) -> None:
     directory = save_type(model_type, tmp_path)

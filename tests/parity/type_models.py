@@ -157,6 +157,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "mpt/positions": {"attn_config": {"alibi": False}},
     "opt/post_norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "phi/qk_norm": {"qk_layernorm": True},
+    # What the last block gets is gathered, too.
+    "inkling2_text/threes": {"n_layers_per_attn_res_block": 3},
     "phi3/longrope": {
         "original_max_position_embeddings": WINDOW,
         "rope_parameters": {

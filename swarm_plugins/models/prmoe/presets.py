@@ -25,8 +25,8 @@ _GPT: dict[str, Any] = {
     "bos_token_id": 50256,
     "eos_token_id": 50256,
 }
-# Layers, width, heads: GPT-3's, with 16 heads for 1.3B as in the paper's scripts; those of Table 6 are not told
-# and have 128 features here. Table 6 prints the depths of 8B and 24B exchanged: its parameters are those of these.
+# Layers, width, heads: GPT-3's, with 16 heads for 1.3B as in the paper's scripts; of Table 6 they are not told, and
+# have 128 features here. Table 6 prints the depths of 8B and 24B exchanged: its parameters are those of these.
 _BASES = {
     "350M": (24, 1024, 16),
     "1.3B": (24, 2048, 16),

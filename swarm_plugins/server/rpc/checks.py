@@ -225,15 +225,17 @@ def check_prefix(service: Service, prefix: Sequence[Tensor], blocks: range, batc
                 f"[{batch_size}, heads, {length or 'length'}, head width], none of them 0"
             )
         check_finite(tensor, "a prefix tensor")
-    # Families with multi-head latent attention cache latents, which the keys and values of prefix tuning do not fit.
+    # Families with multi-head latent attention cache latents, which the keys and values of prefix tuning do not fit;
+    # states and an indexer's keys of tokens that never ran do not exist.
     for block, keys, values in zip(blocks, prefix[::2], prefix[1::2], strict=True):
         layout = service.spec.kv_layouts[block]
         cached = ((layout.key_heads, layout.key_width), (layout.value_heads, layout.value_width))
         found = ((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-        if found != cached or layout.slots > 1:
+        if found != cached or not layout.is_plain:
+            more = "" if layout.is_plain else ", and not keys and values alone"
             raise BadRequestError(
-                f"the prefix of block {block} has (heads, width) {found}, the block caches {cached}: prefix tuning "
-                "does not fit this family, use prompt tuning or LoRA"
+                f"the prefix of block {block} has (heads, width) {found}, the block caches {cached}{more}: prefix "
+                "tuning does not fit this family, use prompt tuning or LoRA"
             )
     return int(length)
 

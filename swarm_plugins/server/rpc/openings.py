@@ -49,6 +49,11 @@ async def opening_handler(service: Service, channel: Channel) -> None:
         forward = msgspec.structs.replace(request.forward, collect_hidden=True, collect_router=False, keep=False)
         if request.grad is not None:
             check_hidden(service, request.grad, "grad")
+            if request.grad.shape != forward.hidden.shape:
+                raise BadRequestError(
+                    f"grad has shape {list(request.grad.shape)}, the forward's hidden states have "
+                    f"{list(forward.hidden.shape)}"
+                )
         with checked_inputs(service, forward, charge) as inputs:
             # All outputs are collected, whether a state is between blocks that run apart or not.
             kept.claim((len(inputs.blocks) - 1) * (1 if request.grad is None else 2) * inputs.hidden.nbytes)

@@ -4,6 +4,7 @@ import {
   $, Failure, announce, copyButton, drawIfChanged, duration, failureOf, forgetRefusal, keep, make, onView, request, setText,
   shortPeer,
 } from "./common.js";
+import { drawMarkdown } from "./markdown.js";
 
 const STORED = "swarm.conversation";
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
@@ -86,17 +87,6 @@ function greet() {
 
 // -- drawing ----------------------------------------------------------------------------------------------------------
 
-/** Draws a text: between fences as code, the rest as it is. Nothing in it is HTML. */
-function draw(element, text) {
-  const parts = text.split(/^```[^\n`]*$/m);
-  element.replaceChildren(...parts.flatMap((part, index) => {
-    const trimmed = part.replace(/^\n/, "").replace(/\n$/, "");
-    if (trimmed === "") return [];
-    if (index % 2 === 0) return [make("p", {}, trimmed)];
-    return [make("pre", { tabIndex: 0, role: "group", ariaLabel: "Code" }, make("code", {}, trimmed))];
-  }));
-}
-
 function factsOf({ rate, tokens, cached, servers = [], timeToFirstToken }) {
   const said = [];
   if (rate > 0) said.push(`${rate.toFixed(1)} tokens/s`);
@@ -148,8 +138,11 @@ function createMessage(message) {
 }
 
 function updateMessage(article, message) {
-  drawIfChanged(article.parts.text, message.content, draw);
-  if (message.role !== "assistant") return;
+  if (message.role !== "assistant") {
+    setText(article.parts.text, message.content);
+    return;
+  }
+  drawIfChanged(article.parts.text, message.content, drawMarkdown);
   const isLast = message === messages.at(-1);
   const isBusy = running !== null && running.message === message;
   article.classList.toggle("busy", isBusy);

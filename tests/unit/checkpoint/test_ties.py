@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import PreTrainedConfig
 
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 
@@ -17,6 +18,7 @@ class Stored:
 
     tensors: dict[str, None] = field(default_factory=dict)
     name: str = "stored"
+    config: PreTrainedConfig = field(default_factory=PreTrainedConfig)
 
 
 def model() -> Any:
