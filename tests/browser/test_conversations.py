@@ -285,3 +285,21 @@ def test_files_are_bounded_together(page: Page, tmp_path: Path) -> None:
     page.one("#pick").send_keys("\n".join(str(tmp_path / f"{number}.txt") for number in range(9)))
     page.wait_text("#said", "A message may have 8 files.")
     assert not page.all("#files .chip")
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("new ClipboardEvent('paste', {clipboardData: all, bubbles: true})", "#prompt"),
+        ("new DragEvent('drop', {dataTransfer: all, bubbles: true})", "#scroll"),
+    ],
+    ids=["pasted", "dropped"],
+)
+def test_files_are_pasted_and_dropped(page: Page, kind: str, target: str) -> None:
+    page.open()
+    page.run(
+        "const all = new DataTransfer(); all.items.add(new File(['text'], 'a.txt'));"
+        f"document.querySelector(arguments[0]).dispatchEvent({kind})",
+        target,
+    )
+    page.wait_text("#files .chip", "a.txt")
