@@ -299,7 +299,7 @@ if (document.body.dataset.chat === "on") {
   const settings = loadSettings();
   for (const name of ["system", ...NUMBERS]) $(name).value = settings[name] ?? "";
   current = load(sessionStorage.getItem(CURRENT) ?? "") ?? current;
-  setText($("bound"), `They are kept in this browser alone, at most ${MOST}: then the oldest makes room. The server keeps none.`);
+  setText($("bound"), `Kept in this browser alone, at most ${MOST}: then the oldest makes room. The server keeps none.`);
   listen();
   listenForFiles();
   startList(listActions, () => drawList(current.id));

@@ -92,7 +92,7 @@ async function forget(id, name) {
   if (!(await confirm(`Delete “${name}”?`, "Delete"))) return;
   actions.remove([id]);
   announce(`Deleted “${name}”`);
-  $("new").focus();
+  $("list").focus();
 }
 
 async function forgetAll() {
@@ -100,7 +100,7 @@ async function forgetAll() {
   if (!(await confirm(all.length === 1 ? "Delete the conversation?" : `Delete all ${all.length} conversations?`, "Delete all"))) return;
   actions.remove(all.map((one) => one.id));
   announce("Deleted all conversations");
-  $("new").focus();
+  $("list").focus();
 }
 
 // -- open and close ---------------------------------------------------------------------------------------------------
