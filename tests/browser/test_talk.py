@@ -119,7 +119,7 @@ def test_settings_and_adapters_go_into_the_request(page: Page, api: FakeApi) -> 
     page.open()
     page.wait_text("#welcome-title", "Talk with SmolLM2-135M-Instruct")
     picker = Select(page.one("#model"))
-    assert [one.text for one in picker.options] == [MODEL, "with me/sotu-adapter@v1"]
+    assert [one.text for one in picker.options] == ["SmolLM2-135M-Instruct", "with me/sotu-adapter@v1"]
     page.click("#toggle")
     settings = {"system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "max_tokens": "64", "seed": "7"}
     for name, value in settings.items():
