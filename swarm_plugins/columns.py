@@ -96,14 +96,25 @@ class Columns:
         carried = [returned[place] for place in self.carried.values()]
         return self.join(self.flat(hidden), [*carried, *sides[len(carried) :]])
 
-    def collect(self, calls: Mapping[int, Arguments], hidden: Tensor) -> list[Tensor]:
-        """Returns what travels behind the hidden states before the first block, given the arguments of all blocks.
+    def handed_on(self, returned: tuple[Any, ...], sides: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Returns what a layer returns with what is carried in its places, given what has travelled."""
+        places = dict(zip(self.carried.values(), sides, strict=False))
+        return tuple(places.get(place, one) for place, one in enumerate(returned))
+
+    def collect(
+        self, calls: Mapping[int, Arguments], hidden: Tensor, carried: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Returns what travels behind the hidden states, given the arguments of all blocks.
+
+        ``carried`` is what the block before has handed on. None: there is none.
 
         Raises:
             KeyError: If a block, or an argument, was not given.
         """
         sides = {index: calls[block][key] for block, keys in self.taken.items() for key, index in keys.items()}
-        sides |= {index: hidden.new_zeros(*hidden.shape[:2], *self.shapes[index]) for index in range(len(self.carried))}
+        if carried is None:
+            carried = [hidden.new_zeros(*hidden.shape[:2], *self.shapes[index]) for index in range(len(self.carried))]
+        sides |= dict(enumerate(carried))
         return [sides[index] for index in range(len(self.shapes))]
 
     def with_carried(self, carried: Mapping[int | str, int], shapes: Sequence[tuple[int, ...]]) -> Columns:
