@@ -101,13 +101,23 @@ class Columns:
         carried = [returned[place] for place in self.carried.values()]
         return self.join(self.flat(hidden), [*carried, *sides[len(carried) :]])
 
-    def collect(self, calls: Mapping[int, Arguments], hidden: Tensor) -> list[Tensor]:
-        """Returns what travels behind the hidden states before the first block, given the arguments of all blocks.
+    def handed_on(self, returned: tuple[Any, ...], sides: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Returns what a layer returns with what is carried in its places, given what has travelled."""
+        places = dict(zip(self.carried.values(), sides, strict=False))
+        return tuple(places.get(place, one) for place, one in enumerate(returned))
+
+    def collect(
+        self, calls: Mapping[int, Arguments], hidden: Tensor, carried: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Returns what travels behind the hidden states, given the arguments of all blocks.
+
+        ``carried`` is what the block before has handed on. None: there is none.
 
         Raises:
             KeyError: If a block, or an argument, was not given.
         """
         sides = {index: calls[block][key] for block, keys in self.taken.items() for key, index in keys.items()}
+        sides |= dict(enumerate(carried or ()))
         return [
             sides[index] if index in sides else hidden.new_zeros(*hidden.shape[:2], *shape)
             for index, shape in enumerate(self.shapes)

@@ -20,7 +20,8 @@ from transformers import (
 from swarm_plugins.backbone.context import OnThisMachine, resolve_place
 from swarm_plugins.backbone.here import load_here
 from swarm_plugins.backbone.injection import watch_injection
-from swarm_plugins.backbone.loading import check_local_blocks, load_remote
+from swarm_plugins.backbone.loading import load_remote
+from swarm_plugins.backbone.local_checks import check_local_blocks
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.backbone.trial import try_family
 from swarm_plugins.borders import check_borders, tied_blocks

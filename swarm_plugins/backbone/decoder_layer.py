@@ -1,7 +1,8 @@
-"""Decoder layers that run on the swarm."""
+"""Decoder layers that run on the swarm, and those beside them that run here."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -38,8 +39,35 @@ class RemoteDecoderLayer(nn.Module):
         return output if isinstance(output, tuple) else as_returned(output, self.swarm_stack.num_returned)
 
 
+class LocalDecoderLayer(nn.Module):
+    """Mixin placed before a decoder layer's class: it runs, unless its decoder only notes what layers are given."""
+
+    swarm_stack: RemoteStack
+    swarm_index: int
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns the block's output."""
+        if self.swarm_stack.is_noting:
+            return RemoteDecoderLayer.forward(self, hidden_states, *args, **kwargs)  # type: ignore[arg-type]  # alike
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickles by the original class: a dynamic subclass cannot be found by name."""
+        return _rebuilt, (type(self).__mro__[2],), self.__dict__
+
+
+def _rebuilt(original: type[nn.Module]) -> nn.Module:
+    cls = _local_class(original)  # type: ignore[arg-type]  # classes are hashable
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _local_class(original: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Local{original.__name__}", (LocalDecoderLayer, original), {"__doc__": original.__doc__})
+
+
 def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:
-    """Converts the decoder layers that run on the swarm, in place."""
+    """Converts the decoder layers that run on the swarm, in place, and those beside them."""
     remote = [layers[index] for index in stack.blocks]
     for index, layer in zip(stack.blocks, remote, strict=True):
         turn_into_stand_ins(layer, device)
@@ -48,3 +76,8 @@ def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:
         layer.swarm_stack = stack  # type: ignore[assignment]
         layer.swarm_index = index  # type: ignore[assignment]
     stack.layers = remote
+    for index, layer in enumerate(layers):
+        if index not in stack.blocks:
+            layer.__class__ = _local_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+            layer.swarm_stack = stack  # type: ignore[assignment]
+            layer.swarm_index = index  # type: ignore[assignment]

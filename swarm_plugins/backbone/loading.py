@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from swarm_plugins.adapter_saves import sign_adapters
 from swarm_plugins.backbone.attention import refuse_continuous_batching, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
+from swarm_plugins.backbone.local_checks import check_apart, check_caches
 from swarm_plugins.backbone.own_cache import own_cache_name, take_common_cache
 from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.backbone.saving import save_only_what_is_here
@@ -35,7 +36,7 @@ from swarm_plugins.checkpoint.loading import config_for, leave_unscaled, take_ge
 from swarm_plugins.checkpoint.outline import build_outline
 from swarm_plugins.checkpoint.partition import decoder_of, num_blocks_of
 from swarm_plugins.checkpoint.ties import untie
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.weights.heads import quicken_head
 from swarm_plugins.weights.published.placing import place, plain_names
 from swarm_plugins.weights.published.weights import Published
@@ -73,6 +74,7 @@ def load_remote(
     leave_unscaled(config)
     outline = build_outline(base_class, config, torch.float32, name)
     path, conversions = layer_list_name(outline), Conversions(outline)
+    check_apart(outline, path, stack)
     # Not the tower of a checkpoint whose language model alone is asked for.
     share, local = client_tensors(checkpoint, path), _local_tensors(checkpoint, path, stack.blocks)
     placing = None
@@ -83,7 +85,7 @@ def load_remote(
 
     def trim(model: PreTrainedModel) -> None:
         make_remote(find_layers(model), stack, device)
-        untie(model, path)
+        untie(model, path, [index for index in range(stack.num_blocks) if index not in stack.blocks])
 
     tensors = checkpoint.read([*own, *local], what=_SHARE + (_LOCAL if local else ""))
     if placing is not None:
@@ -113,12 +115,19 @@ def load_remote(
     keep_from_ddp(model)
     sign_adapters(model, stack.version)
     model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
-    if outline._can_set_experts_implementation():
-        outline.set_experts_implementation("batched_mm")  # needs no values to know shapes
-    probe_layer_loop(model.base_model, stack, device, find_layers(outline)[0])
+    _learn_layers(model, outline, stack, device)
     take_generation_config(model, checkpoint)
     quicken_head(model)
     return model
+
+
+def _learn_layers(model: PreTrainedModel, outline: PreTrainedModel, stack: RemoteStack, device: str) -> None:
+    """Finds out what passes between layers, and whether some of them may run here."""
+    if outline._can_set_experts_implementation():
+        outline.set_experts_implementation("batched_mm")  # needs no values to know shapes
+    layers = find_layers(outline)
+    probe_layer_loop(model.base_model, stack, device, layers[0])
+    check_caches(decoder_of(model, layer_list_name(model)), stack)
 
 
 def _take_caches(
@@ -136,13 +145,6 @@ def _take_caches(
     take_common_cache(model, decoder.config, stack.own_cache)
 
 
-def check_local_blocks(local: tuple[int, int], num_blocks: int, name: str) -> None:
-    """Raises ConfigError if no block of a model would be remote."""
-    if sum(local) >= num_blocks:
-        raise ConfigError(
-            f"local_blocks={local} covers all {num_blocks} blocks of {name}: leave at least one to the swarm, or load "
-            "the model with transformers"
-        )
 
 
 def _local_tensors(checkpoint: Checkpoint, layer_path: str, remote: range) -> list[str]:

@@ -26,7 +26,7 @@ _FAULTS = (UnsupportedError, RuntimeError, TypeError, ValueError, LookupError, A
 
 
 class _Watch:
-    """Replaces the remote blocks and checks how they are called."""
+    """Replaces all blocks and checks how they are called."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
@@ -89,7 +89,7 @@ def probe_layer_loop(
 def _run(base: nn.Module, stack: RemoteStack, watch: _Watch) -> None:
     stack.run_block = watch.run_block  # type: ignore[method-assign]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), stack.noting():
             output = base(input_ids=watch.ids, use_cache=False)
     finally:
         del stack.run_block
@@ -110,22 +110,18 @@ def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch, twin: nn.Module
     columns = find_columns(watch.ids.shape, watch.inputs, watch.arguments, is_side)
     carried = _carried(base, stack, watch.ids) if twin is not None else {}
     if twin is not None and carried:
-        returned = _on_meta(twin, watch.inputs[stack.blocks.start], watch.arguments[stack.blocks.start])
+        first = watch.calls[0]
+        returned = _on_meta(twin, watch.inputs[first], watch.arguments[first])
         # Not an object with states, which layers hand on if there is a cache, nor indices: blocks that are not tied
         # choose tokens themselves.
         carried = {key: place for key, place in carried.items() if _is_floating(returned[place])}
         columns = columns.with_carried(carried, [tuple(returned[place].shape[2:]) for place in carried.values()])
-    if columns.shapes and any(stack.local_blocks):
-        raise UnsupportedError(
-            f"local_blocks={stack.local_blocks} cannot work with {type(base).__name__}, whose layers take more than "
-            "hidden states: leave all blocks to servers (local_blocks=(0, 0))"
-        )
     return columns
 
 
 def _carried(base: nn.Module, stack: RemoteStack, ids: Tensor) -> dict[int | str, int]:
     """Returns what each block hands on to the next one. What is handed on to tied blocks does not travel."""
-    watch, first = _Watch(ids), stack.blocks.start
+    watch = _Watch(ids)
     watch.handed = [torch.zeros(1, 3, 1, device=ids.device) for _ in range(1, stack.num_returned)]
     if not watch.handed or stack.tied:
         return {}
@@ -133,7 +129,7 @@ def _carried(base: nn.Module, stack: RemoteStack, ids: Tensor) -> dict[int | str
         _run(base, stack, watch)
     except _FAULTS:
         return {}
-    return find_carried(watch.handed, watch.arguments.get(first + 1, {}))
+    return find_carried(watch.handed, watch.arguments.get(1, {}))
 
 
 def _is_floating(value: Any) -> bool:

@@ -8,11 +8,12 @@ a module of the user's runs between two blocks, one chain ends and the next begi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
 from swarm_plugins.backbone.cache import note_failure, run_cached
 from swarm_plugins.backbone.own_cache import CacheSwap
 from swarm_plugins.backbone.standin import structure_version
-from swarm_plugins.block_io import SpanInputs, SpanOutputs, is_same
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, as_returned, is_same
 from swarm_plugins.borders import NO_TIES, nearest_border
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.columns import Arguments, Columns
@@ -48,10 +49,11 @@ class _Running:
         *between, last = (columns.in_streams(one, shape) for one in states)
         self.hidden = [*(between if inputs.collect_hidden else [last] * (len(inputs.blocks) - 1)), last]
         """The output of each block, as far as models go on with it."""
-        sides = columns.split(outputs.hidden)[1]
+        self.sides = columns.split(outputs.hidden)[1]
+        """What has travelled behind the last one."""
         for block in inputs.blocks[1:]:
             if block in columns.gathered:
-                self.hidden[block - inputs.blocks.start - 1] = sides[columns.gathered[block]]
+                self.hidden[block - inputs.blocks.start - 1] = self.sides[columns.gathered[block]]
         self.first_block = self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
 
@@ -137,6 +139,16 @@ class RemoteStack:
         """Whether the decoder runs in this thread to see what layers are given, not to compute."""
         return getattr(self._local, "noted", None) is not None
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[dict[int, Arguments]]:
+        """Lets all layers note what they are given, in this thread, and return their input."""
+        noted: dict[int, Arguments] = {}
+        self._local.noted = noted
+        try:
+            yield noted
+        finally:
+            self._local.noted = None
+
     def cut(self, left_out: range) -> None:
         """Ends a chain before some blocks, and begins another one behind them; an empty range leaves none out.
 
@@ -198,7 +210,7 @@ class RemoteStack:
             note_failure(cache)
         return output if swap is None else swap.put_into(output)
 
-    def run_block(self, index: int, hidden: Tensor, cache: Cache | None, arguments: Arguments) -> Tensor:
+    def run_block(self, index: int, hidden: Tensor, cache: Cache | None, arguments: Arguments) -> Any:
         """Returns the output of one block; the first of a pass runs them all.
 
         Args:
@@ -227,23 +239,42 @@ class RemoteStack:
             blocks = next((chain for chain in self.chains if index == self._next_called(chain.start)), alone)
             named = {name: value for name, value in arguments.items() if isinstance(name, str)}
             swap: CacheSwap | None = getattr(self._local, "swap", None)
-            running = self._run(blocks, hidden, swap.cache if swap else cache, self._called_with or named)
+            carried = self._carried(arguments) if index else None
+            running = self._run(blocks, hidden, swap.cache if swap else cache, self._called_with or named, carried)
         return self._hand_on(running, index)
 
     def _next_called(self, index: int) -> int:
         """Returns the first block from one on that the model calls."""
         return next((block for block in self.called if block >= index), self.num_blocks)
 
-    def _hand_on(self, running: _Running, index: int) -> Tensor:
+    def _carried(self, arguments: Arguments) -> list[Tensor]:
+        """Returns what the layer before a remote block has handed on to it."""
+        found = [arguments.get(key) for key in self.columns.carried]
+        if any(one is None for one in found):
+            raise UnsupportedError("a block of this model was called alone, but takes what the one before hands on")
+        return cast("list[Tensor]", found)
+
+    def _hand_on(self, running: _Running, index: int) -> Any:
         collector = _active_collector.get()
         if collector is not None and "router_logits" in collector and index in running.routers:
             collector["router_logits"].append(running.routers[index])
         running.last = running.hidden[index - running.first_block]
         running.next_block = self._next_called(index + 1)
-        self._local.running = running if running.next_block - running.first_block < len(running.hidden) else None
-        return running.last
+        if running.next_block - running.first_block < len(running.hidden):
+            self._local.running = running
+            return running.last
+        self._local.running = None
+        returned = as_returned(running.last, self.num_returned)
+        return self.columns.handed_on(returned, running.sides) if self.columns.carried else returned
 
-    def _run(self, blocks: range, hidden: Tensor, cache: Cache | None, called_with: dict[str, Any]) -> _Running:
+    def _run(
+        self,
+        blocks: range,
+        hidden: Tensor,
+        cache: Cache | None,
+        called_with: dict[str, Any],
+        carried: Sequence[Tensor] | None,
+    ) -> _Running:
         self._local.running = None
         collector = _active_collector.get() or {}
         if "attentions" in collector or self._wants("output_attentions", called_with):
@@ -256,7 +287,7 @@ class RemoteStack:
                 "servers: leave it out"
             )
         shape, hidden = hidden.shape, self.columns.flat(hidden)
-        hidden = self.columns.join(hidden, self._further(hidden))
+        hidden = self.columns.join(hidden, self._further(hidden, carried))
         arguments = read_arguments(hidden, called_with, cache, has_side_inputs=bool(self.columns.shapes))
         if cache is not None and blocks not in self.chains:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
@@ -288,23 +319,19 @@ class RemoteStack:
             outputs = run_cached(self.remote, inputs, cache, offsets, is_training=is_training)
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape, self.columns)
 
-    def _further(self, hidden: Tensor) -> list[Tensor]:
-        """Returns what layers take besides hidden states.
+    def _further(self, hidden: Tensor, carried: Sequence[Tensor] | None) -> list[Tensor]:
+        """Returns what layers take besides hidden states, given what a layer before has handed on.
 
         The first layer is called with its own alone: the decoder runs a second time, over layers that do nothing.
         """
         if not self.columns.taken:
-            return self.columns.collect({}, hidden)
+            return self.columns.collect({}, hidden, carried)
         decoder: nn.Module | None = getattr(self._local, "decoder", None)
         if decoder is None:
             raise UnsupportedError("a block of this model was called alone, but blocks share inputs: call its decoder")
-        noted: dict[int, Arguments] = {}
-        self._local.noted = noted
-        try:
+        with self.noting() as noted:
             decoder.forward(**self._called_with or {})
-        finally:
-            self._local.noted = None
-        return self.columns.collect(noted, hidden)
+        return self.columns.collect(noted, hidden, carried)
 
     @property
     def _called_with(self) -> dict[str, Any] | None:

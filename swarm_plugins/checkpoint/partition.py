@@ -70,7 +70,9 @@ def _is_like_layers(module: nn.Module, model: nn.Module) -> bool:
     num_layers = getattr(getattr(model, "config", None), "num_hidden_layers", 0)
     if not isinstance(module, nn.ModuleList) or not 0 < len(module) == num_layers:
         return False
-    return len({type(layer) for layer in module}) == 1 and next(module.parameters(), None) is not None
+    # Converted layers have classes of their own, derived from HF's.
+    shared = set.intersection(*(set(type(layer).__mro__) for layer in module)) - set(nn.Module.__mro__)
+    return bool(shared) and next(module.parameters(), None) is not None
 
 
 def _is_any(module: nn.Module, classes: set[str]) -> bool:

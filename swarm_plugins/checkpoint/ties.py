@@ -41,6 +41,14 @@ def untie(model: PreTrainedModel, layer_path: str, kept: Sequence[int] = ()) -> 
             del ties[f"{layer_path}.{target}"]
 
 
+def parted(model: PreTrainedModel, layer_path: str, blocks: range) -> list[tuple[int, int]]:
+    """Returns pairs of blocks, one of ``blocks`` and one of the others, that share a weight."""
+    pairs = {tuple(int(one.partition(".")[0]) for one in names) for names in _ties(model, layer_path).items()}
+    return sorted(
+        (one, two) if one in blocks else (two, one) for one, two in pairs if (one in blocks) != (two in blocks)
+    )
+
+
 def _ties(model: PreTrainedModel, layer_path: str) -> Mapping[str, str]:
     """Returns the parameters of layers that are tied, with the one that each is tied to, below the layer list."""
     prefix = f"{layer_path}."

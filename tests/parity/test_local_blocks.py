@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_cases import CASES, IDS, MASK, TOLERANCE, config_of, step, trained, tuned, worst_error
+from every_type import compare_models
 from generation_modes import MODES
 from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from type_models import SPANS, save_type
 
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import tiny_model
 
 pytestmark = [
@@ -69,3 +75,55 @@ def test_loss_gradients_and_saved_adapters(pair, local: tuple[int, int], tmp_pat
         with torch.no_grad():
             before, after = (model(input_ids=IDS, attention_mask=MASK).logits for model in (there, again))
         torch.testing.assert_close(after, before, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "local"),
+    [
+        # Inputs by layer and shared keys and values; the same in streams; embeddings again; states of routers.
+        pytest.param("gemma4_text", (2, 0), id="gemma4-first"),
+        pytest.param("gemma4_text", (1, 4), id="gemma4-both"),
+        pytest.param("gemma3n_text", (1, 0), marks=pytest.mark.slow),
+        pytest.param("zamba2", (2, 1)),
+        pytest.param("zaya", (1, 1), id="zaya-both"),
+        pytest.param("zaya", (0, 2), id="zaya-last", marks=pytest.mark.slow),
+        # Ids and streams; states; positions that the cache keeps; layers that no list names.
+        pytest.param("deepseek_v4", (1, 2)),
+        pytest.param("nemotron_h", (1, 1)),
+        pytest.param("qwen3_5_moe_text", (0, 2), marks=pytest.mark.slow),
+        pytest.param("qwen4_exp_text", (2, 1), marks=pytest.mark.slow),
+        pytest.param("ctrl", (1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_what_travels_beside_hidden_states_reaches_local_and_remote_blocks(
+    model_type: str, local: tuple[int, int], tmp_path: Path
+) -> None:
+    directory = save_type(model_type, tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with InProcessSwarm(directory, spans=SPANS.get(model_type)) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=local)
+        compare_models(model, whole)
+        found, expected = (one(IDS, output_hidden_states=True).hidden_states for one in (model, whole))
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "local", "words"),
+    [
+        pytest.param("zamba2", (0, 1), "block 3, which would run here, shares weights with block 1"),
+        pytest.param("longcat_flash", (1, 0), "layers keep several keys and values each"),
+        pytest.param("qwen4_exp_text", (1, 1), "keeps positions for later layers with block 1: run that one here too"),
+        pytest.param("rwkv", (1, 0), "whose states are not in a cache of transformers"),
+    ],
+)
+def test_local_blocks_that_a_family_does_not_allow_are_refused_at_load(
+    model_type: str, local: tuple[int, int], words: str, tmp_path: Path
+) -> None:
+    directory = save_type(model_type, tmp_path)
+    with (
+        InProcessSwarm(directory) as swarm,
+        pytest.raises(UnsupportedError, match=rf"^local_blocks=\({local[0]}, {local[1]}\) cannot work with .*{words}"),
+    ):
+        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=local)
