@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ class Base(nn.Module):
         return (self.loop(self.layers, self.embed(input_ids)),)
 
 
-def plain(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+def plain(layers: Iterable[nn.Module], hidden: Tensor) -> Tensor:
     for layer in layers:
         hidden = layer(hidden, attention_mask=None)
     return hidden
@@ -70,7 +70,19 @@ def of_the_last_tokens(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
 
 
 def skipping(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
-    return plain(layers[1:], hidden)
+    return plain([layers[0], layers[2]], hidden)
+
+
+def backwards(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    return plain(layers[::-1], hidden)
+
+
+def twice(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    return plain(layers, plain(layers, hidden))
+
+
+def none(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def probed(loop: Callable[[nn.ModuleList, Tensor], Tensor], version: Any) -> RemoteStack:
@@ -94,12 +106,19 @@ def test_the_form_in_which_layers_return_is_found_out(loop, number: int, version
     assert "run_block" not in vars(stack)
 
 
+@pytest.mark.parametrize(("loop", "called"), [(plain, [0, 1, 2]), (skipping, [0, 2])])
+def test_the_blocks_that_a_model_calls_are_found_out(loop, called: list[int], version: Any) -> None:
+    assert probed(loop, version).called == called
+
+
 @pytest.mark.parametrize(
     ("loop", "reason"),
     [
         pytest.param(scaled, "hidden states are changed between blocks 0 and 1", id="scaled"),
         pytest.param(of_the_last_tokens, "hidden states are changed between blocks 0 and 1", id="fewer"),
-        pytest.param(skipping, r"blocks are called in the order \[1, 2\]", id="skipping"),
+        pytest.param(backwards, r"blocks are called in the order \[2, 1, 0\]", id="backwards"),
+        pytest.param(twice, r"blocks are called in the order \[0, 1, 2, 0, 1, 2\]", id="twice"),
+        pytest.param(none, r"blocks are called in the order \[\]", id="none"),
     ],
 )
 def test_other_loops_are_refused_with_the_reason(loop, reason: str, version: Any) -> None:
