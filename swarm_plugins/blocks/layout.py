@@ -38,7 +38,7 @@ class BlockKV(NamedTuple):
     def heads(self) -> tuple[Heads, Heads, Heads]:
         """Keys, values, and an indexer's keys of one token."""
         return (
-            Heads(self.slots * self.key_heads, self.key_width, self.dtype, self.is_coded),
+            Heads(self.slots * self.key_heads, self.key_width, self.dtype, self.is_coded, has_zero=True),
             Heads(self.slots * self.value_heads, self.value_width, self.dtype, self.is_coded),
             Heads(min(1, self.index_width), self.index_width, self.index_dtype),
         )

@@ -14,7 +14,7 @@ QUANTIZATIONS = ("none", *HOSTED_WIDTHS)
 KV_BITS = (8,)
 """Widths of codes in which sessions may keep keys and values."""
 KV_CODE_BYTES, KV_SCALE_BYTES = 1, 4
-"""Of a value of a key in 8 bits, and of the scale of a token's whole key in one head."""
+"""Of a value of a key in 8 bits, and of the scale, or zero point, of a token's whole key in one head."""
 KV_INT8 = "kv-int8"
 """How such sessions are announced, with how the weights are kept."""
 

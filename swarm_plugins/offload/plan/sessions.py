@@ -69,10 +69,11 @@ def _num_bytes(layers: Sequence[Any]) -> int:
 
 
 def _saved_bytes(layer: Any) -> int:
-    """Returns the bytes of a token that codes of keys and values save, with a scale for each head."""
-    pair = [one for one in (getattr(layer, "keys", None), getattr(layer, "values", None)) if one is not None]
+    """Returns the bytes of a token that codes save, with a scale for each head, and a zero point for each of keys."""
     return sum(
-        one.shape[1] * (one.shape[3] * (one.itemsize - KV_CODE_BYTES) - KV_SCALE_BYTES) for one in pair if one.ndim == 4
+        one.shape[1] * (one.shape[3] * (one.itemsize - KV_CODE_BYTES) - numbers * KV_SCALE_BYTES)
+        for name, numbers in (("keys", 2), ("values", 1))
+        if (one := getattr(layer, name, None)) is not None and one.ndim == 4
     )
 
 

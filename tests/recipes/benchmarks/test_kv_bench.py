@@ -20,7 +20,7 @@ def test_codes_take_less_and_change_a_little(tmp_path: Path) -> None:
     wide, coded = report.rows
     # Four blocks, keys and values of two heads of width 8, two pages.
     assert wide.session_bytes == 4 * 2 * 2 * 8 * 4 * 128
-    assert coded.session_bytes == 4 * 2 * 2 * (8 + 4) * 128
+    assert coded.session_bytes == 4 * 2 * (8 + 8 + 8 + 4) * 128
     assert (wide.divergence, wide.same_tokens, wide.loss_change.mean) == (0, 1, 0)
     assert 0 < coded.divergence < 0.01
     assert coded.loss == pytest.approx(wide.loss, rel=0.02)

@@ -23,32 +23,41 @@ from swarm_plugins.testing.models import save_tiny
 WIDE = BlockKV(2, 64, 2, 64, torch.float32)
 
 
+@pytest.mark.parametrize("has_zero", [False, True], ids=["values", "keys"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_value_is_off_by_more_than_half_a_code(dtype: torch.dtype) -> None:
+def test_no_value_is_off_by_more_than_half_a_code(dtype: torch.dtype, has_zero: bool) -> None:
     values = (states(2, 3, 5, 64) * torch.logspace(-3, 2, 5)[:, None]).to(dtype)
     values[0, 0, 0] = 0
-    codes, scales = encode(values)
-    assert (codes.dtype, scales.shape) == (torch.int8, (2, 3, 5, 1))
-    found = decode(codes, scales, dtype)
+    if has_zero:
+        values = values + 3 * values.abs().amax(-1, keepdim=True)
+    codes, grids = encode(values, has_zero=has_zero)
+    assert (codes.dtype, grids.shape) == (torch.int8, (2, 3, 5, 1 + has_zero))
+    found = decode(codes, grids, dtype)
     assert found.dtype == dtype
-    most = values.float().abs().amax(-1, keepdim=True) / 127
+    wide = values.float()
+    most = (
+        (wide.amax(-1, keepdim=True) - wide.amin(-1, keepdim=True)) / 254
+        if has_zero
+        else wide.abs().amax(-1, keepdim=True) / 127
+    )
     rounding = values.float().abs() * torch.finfo(dtype).eps
     assert ((found.float() - values.float()).abs() <= most * 0.5001 + rounding).all()
     assert not found[0, 0, 0].any()
 
 
 @pytest.mark.parametrize("fault", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so(fault: float) -> None:
+@pytest.mark.parametrize("has_zero", [False, True], ids=["values", "keys"])
+def test_what_is_not_finite_stays_so(fault: float, has_zero: bool) -> None:
     values = torch.ones(1, 1, 2, 4)
     values[..., 0, 1] = fault
-    found = decode(*encode(values), torch.float32)
+    found = decode(*encode(values, has_zero=has_zero), torch.float32)
     assert not found[..., 0, :].isfinite().any()
     assert found[..., 1, :].equal(values[..., 1, :])
 
 
-def test_a_token_takes_a_byte_for_each_value_and_a_scale_for_each_head() -> None:
+def test_a_token_takes_a_byte_for_each_value_and_a_grid_for_each_head() -> None:
     coded = WIDE.coded()
-    assert (WIDE.token_bytes, coded.token_bytes) == (2 * 2 * 64 * 4, 2 * 2 * (64 + 4))
+    assert (WIDE.token_bytes, coded.token_bytes) == (2 * 2 * 64 * 4, 2 * (64 + 8) + 2 * (64 + 4))
     index = WIDE._replace(index_width=7)
     assert index.coded().token_bytes == coded.token_bytes + 7 * 4
     assert not BlockKV(0, 0, 0, 0, torch.float32, row_bytes=9).coded().is_coded
