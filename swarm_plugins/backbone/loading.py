@@ -145,8 +145,6 @@ def _take_caches(
     take_common_cache(model, decoder.config, stack.own_cache)
 
 
-
-
 def _local_tensors(checkpoint: Checkpoint, layer_path: str, remote: range) -> list[str]:
     """Returns the checkpoint's names of the tensors of all blocks outside ``remote``.
 
