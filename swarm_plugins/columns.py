@@ -7,6 +7,9 @@ them on as they came, so the gradient that comes back to the client is the sum o
 What a layer hands on to the next one in the same way, such as the state of Zaya's routers, is *carried*: it travels in
 columns as well, which are zero before the first block, and each server puts its own in the place of what came.
 
+Some models hand what certain layers get to all later layers, next to each other, and go on with it behind the last one
+(Inkling 2). These hidden states are *gathered* on the way, and travel like what is carried.
+
 Client and servers find the same columns by themselves: both run the family's own forward over layers that do nothing,
 and see with what they are called.
 """
@@ -46,6 +49,8 @@ class Columns:
     """By block and argument: which side input it is."""
     carried: Mapping[int | str, int] = field(default_factory=dict)
     """By argument of each layer but the first: the place of it in what the layer before returns. The first shapes."""
+    gathered: Mapping[int, int] = field(default_factory=dict)
+    """By block: where what it gets travels behind it, of which models themselves make arguments of later blocks."""
 
     @property
     def width(self) -> int:
@@ -101,33 +106,33 @@ class Columns:
         places = dict(zip(self.carried.values(), sides, strict=False))
         return tuple(places.get(place, one) for place, one in enumerate(returned))
 
-    def collect(
-        self, calls: Mapping[int, Arguments], hidden: Tensor, carried: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def collect(self, calls: Mapping[int, Arguments], hidden: Tensor, carried: Sequence[Tensor] = ()) -> list[Tensor]:
         """Returns what travels behind the hidden states, given the arguments of all blocks.
 
-        ``carried`` is what the block before has handed on. None: there is none.
+        ``carried`` is what the block before has handed on; zeros, if there is none.
 
         Raises:
             KeyError: If a block, or an argument, was not given.
         """
         sides = {index: calls[block][key] for block, keys in self.taken.items() for key, index in keys.items()}
-        if carried is None:
-            carried = [hidden.new_zeros(*hidden.shape[:2], *self.shapes[index]) for index in range(len(self.carried))]
         sides |= dict(enumerate(carried))
-        return [sides[index] for index in range(len(self.shapes))]
+        return [
+            sides[index] if index in sides else hidden.new_zeros(*hidden.shape[:2], *shape)
+            for index, shape in enumerate(self.shapes)
+        ]
 
     def with_carried(self, carried: Mapping[int | str, int], shapes: Sequence[tuple[int, ...]]) -> Columns:
         """Returns the columns for layers that hand on more, of these shapes."""
         taken = {
             block: {key: index + len(carried) for key, index in keys.items()} for block, keys in self.taken.items()
         }
-        return replace(self, carried=carried, shapes=(*shapes, *self.shapes), taken=taken)
+        gathered = {block: index + len(carried) for block, index in self.gathered.items()}
+        return replace(self, carried=carried, shapes=(*shapes, *self.shapes), taken=taken, gathered=gathered)
 
 
 def find_columns(
     tokens: Sequence[int],
-    shape: Sequence[int],
+    inputs: Mapping[int, Tensor],
     calls: Mapping[int, Arguments],
     is_side: Callable[[int, int | str, Tensor], bool],
 ) -> Columns:
@@ -135,25 +140,44 @@ def find_columns(
 
     Args:
         tokens: Rows and tokens that it is given, of different numbers.
-        shape: Of the hidden states that its first layer gets.
+        inputs: The hidden states that each layer gets, other ones each.
         calls: The arguments of each layer.
         is_side: Whether an argument is made of embeddings.
     """
     found: list[Tensor] = []
     taken: dict[int, dict[int | str, int]] = {}
+    gathered: set[int] = set()
     for block, arguments in calls.items():
         for key, value in arguments.items():
             is_like = isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == tuple(tokens)
             if not is_like or not is_side(block, key, value):
                 continue
+            if blocks := _gathered(value, inputs):
+                # The last one's input shows in no argument, but may be needed behind it.
+                gathered |= {*blocks, max(calls)}
+                continue
             index = next((index for index, one in enumerate(found) if is_same(one, value)), len(found))
             found[index:] = found[index:] or [value]
             taken.setdefault(block, {})[key] = index
+    first = inputs[min(inputs)]
     return Columns(
-        are_streams_first=tuple(shape[:2]) != tuple(tokens),
-        shapes=tuple(tuple(one.shape[2:]) for one in found),
+        are_streams_first=tuple(first.shape[:2]) != tuple(tokens),
+        shapes=tuple(tuple(one.shape[2:]) for one in (*found, *[first] * len(gathered))),
         taken=taken,
+        gathered={block: index for index, block in enumerate(sorted(gathered), len(found))},
     )
+
+
+def _gathered(value: Tensor, inputs: Mapping[int, Tensor]) -> list[int]:
+    """Returns the blocks of whose inputs, ``[B, S, D]``, an argument is made, ``[B, S, blocks, D]``; else none."""
+    parts = value.unbind(2) if value.ndim == 4 else ()
+    found = [[block for block, one in inputs.items() if _is_equal(part, one)] for part in parts]
+    return [blocks[0] for blocks in found] if all(found) else []
+
+
+def _is_equal(one: Tensor, two: Tensor) -> bool:
+    # What is made of absent embeddings is NaN.
+    return one.shape == two.shape and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
 
 
 def find_carried(handed: Sequence[Tensor], arguments: Arguments) -> dict[int | str, int]:

@@ -40,6 +40,7 @@ ALLOWED_THREADS = (
     "Thread-MonitorWatchdog",
     "asyncio_",
     "fsspecIO",
+    "tinker-custom-loss",
 )
 # Their own helper, kept for the life of the process; and the browser that many tests share, which has many processes.
 ALLOWED_CHILDREN = ("resource_tracker", "forkserver", "chromium", "chromedriver")

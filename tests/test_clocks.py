@@ -12,6 +12,8 @@ DATES = {
     "records.py": "expire on other machines",
     "dht.py": "expire on other machines",
     "sockets.py": "the age of a folder",
+    "checkpoints.py": "kept across restarts",
+    "service.py": "shown, also after restarts",
     "responses.py": "shown",
     "listing.py": "shown",
     "answers.py": "shown",

@@ -11,7 +11,7 @@ from package_imports import package_files
 
 from swarm_plugins.cli.main import app
 
-MAX_OPTIONS = 157
+MAX_OPTIONS = 159
 MAX_FIELDS = 95
 ENDINGS = ("Config", "Limits", "Settings")
 

@@ -29,9 +29,18 @@ ANSWER = (
     "Sunlight is a mixture of all colors, and the molecules of the air scatter its short blue waves far more than its "
     "long red ones. So blue light reaches your eyes from every direction of the sky, and the rest passes straight on."
 )
-CODE = "In Python, the strength grows with the fourth power of the inverse wavelength:\n\n```python\n"
-CODE += 'def scattering(wavelength_nm):\n    """Relative to red light of 700 nm."""\n'
-CODE += "    return (700 / wavelength_nm) ** 4\n\nprint(scattering(450))  # 5.9\n```"
+CODE = """The strength grows with the **fourth power** of the inverse wavelength:
+
+| Light | Wavelength | Scattered |
+|-------|-----------:|----------:|
+| red   | 700 nm     | 1.0       |
+| blue  | 450 nm     | 5.9       |
+
+```python
+def scattering(wavelength_nm):
+    return (700 / wavelength_nm) ** 4
+```"""
+EARLIER = ["Suggest three names for a cat that sleeps on a router.", "Write a haiku about the sea."]
 
 
 def words(text: str) -> list[str]:
@@ -57,14 +66,21 @@ def main() -> None:
         try:
             for look, size in LOOKS.items():
                 state = broken() if look == "dark" else healthy()
-                api = FakeApi([Answer(words(ANSWER)), Answer(words(CODE))], state=state)
+                earlier = [Answer()] * len(EARLIER)
+                api = FakeApi([*earlier, Answer(words(ANSWER)), Answer(words(CODE))], state=state)
                 with served(api.app()) as api.address:
                     page = Page(driver, api.address)
                     page.look(**size)
-                    page.open().say(QUESTION)
+                    page.open()
+                    for text in EARLIER:
+                        page.say(text)
+                        page.wait(lambda page=page: page.is_shown("#again"), "no answer")
+                        page.click("#new")
+                    page.say(QUESTION)
                     page.wait(lambda page=page: page.is_shown("#again"), "no answer")
                     page.say("Show me that as code.")
                     page.wait(lambda page=page: len(page.answers) == 2 and page.is_shown("#again"), "no answer")
+                    page.click("#prompt")
                     take(page, f"talk-{look}")
                     page.open("swarm").wait_text("#freshness", "Live")
                     take(page, f"swarm-{look}")

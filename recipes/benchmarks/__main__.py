@@ -11,6 +11,7 @@ import typer
 from swarm_plugins.cli.support.arguments import Revision
 from recipes.benchmarks.network.command import network
 from recipes.benchmarks.packs.command import packs
+from recipes.benchmarks.formats.command import formats
 from recipes.benchmarks.command import PROGRAM, Json, ModelFolder, NewTokens, Rounds, Servers, check_json, measure, show
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import naming_extras
@@ -245,6 +246,7 @@ def offload(
         ),
     ] = None,
     fast: Annotated[str, typer.Option(help="Share of the bytes of all experts that may be in memory.")] = "25%",
+    policy: Annotated[str, typer.Option(help="Which experts stay: counting, or lru as in the paper.")] = "counting",
     without: Annotated[
         list[str] | None, typer.Option(help="Arm to leave out: resident or accelerate; repeatable.")
     ] = None,
@@ -264,6 +266,7 @@ def offload(
             model,
             random_scale=random_model,
             fast=fast,
+            policy=policy,
             without=without or [],
             new_tokens=new_tokens,
             rounds=rounds,
@@ -318,10 +321,16 @@ def quality(
     attention: Annotated[
         list[str] | None, typer.Option(metavar="BITS", help="Width of all other layers; repeatable.")
     ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Take the widths of the offloading paper: 16, 4dq, 3dq and 2dq of both.")
+    ] = False,
     text: Annotated[
-        Path | None, typer.Option(help="Text to predict. Default: presidential addresses.", exists=True, dir_okay=False)
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Text to predict, or addresses, python, wikitext2, c4; repeatable. Default: addresses."
+        ),
     ] = None,
-    pieces: Annotated[int, typer.Option(help="Pieces of text.", min=2, max=100_000)] = 16,
+    pieces: Annotated[int, typer.Option(help="Pieces of each text.", min=2, max=100_000)] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 256,
     revision: Revision = None,
     json: Json = None,
@@ -330,11 +339,12 @@ def quality(
     quiet_command()
     with one_sentence_errors("quality", program=PROGRAM):
         from swarm_plugins.offload.text import parse_width
-        from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS
 
         check_json(json)
-        expert_bits = [parse_width("--experts", bits, EXPERT_BITS) for bits in experts or ("16", "8", "4", "3", "2")]
-        other_bits = [parse_width("--attention", bits, OTHER_BITS) for bits in attention or ("16", "8", "4")]
+        ours, theirs = (("16", "8", "4", "3", "2"), ("16", "8", "4")), (("16", "4dq", "3dq", "2dq"),) * 2
+        every, every_other = theirs if paper else ours
+        expert_bits = [parse_width("--experts", bits) for bits in experts or every]
+        other_bits = [parse_width("--attention", bits) for bits in attention or every_other]
         # What takes seconds to import comes after what may be wrong at once.
         from recipes.benchmarks.quality import bench_quality
 
@@ -343,7 +353,7 @@ def quality(
                 model,
                 experts=expert_bits,
                 attention=other_bits,
-                text=text,
+                texts=text or ["addresses"],
                 num_pieces=pieces,
                 length=length,
                 revision=revision,
@@ -473,6 +483,7 @@ def privacy(
 
 app.command()(network)
 app.command()(packs)
+app.command()(formats)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import gc
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +30,15 @@ def _order(width: Width) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One pair of widths."""
+    """One pair of widths, on one text."""
 
+    text: str
     attention_bits: Width
     expert_bits: Width
     num_bytes: int
     """Size of all weights."""
+    bits_per_expert_weight: float
+    """Scales included."""
     perplexity: float
     loss_change: Figure
     """Relative to the widest pair, with its standard error over pieces."""
@@ -45,23 +48,24 @@ class Row:
 class QualityReport(Report):
     """Results for all pairs of widths."""
 
-    text: str
-    num_tokens: int
     rows: list[Row] = field(default_factory=list)
 
     def tables(self) -> Iterator[Table]:
-        """Yields one table, grouped by the width of attention as in the paper."""
-        headings = ("attention", "experts", "size", "perplexity", "change of loss")
+        """Yields one table, grouped by the width of attention as in the paper, with two columns for each text."""
+        found = {(row.text, row.attention_bits, row.expert_bits): row for row in self.rows}
+        texts = list(dict.fromkeys(row.text for row in self.rows))
+        headings = ["attention", "experts", "bits", "size"]
+        for text in texts:
+            headings += [f"perplexity, {text}", "change of loss"]
         table = new_table(f"{self.command}: {self.model}", headings)
-        order = sorted(self.rows, key=lambda row: (_order(row.attention_bits), _order(row.expert_bits)))
-        for row in reversed(order):
-            table.add_row(
-                width_text(row.attention_bits),
-                width_text(row.expert_bits),
-                f"{row.num_bytes / 1e9:.3f} GB",
-                f"{row.perplexity:.2f}",
-                f"{row.loss_change.mean:+.4f} ± {row.loss_change.standard_error:.4f}",
-            )
+        pairs = {(row.attention_bits, row.expert_bits): row for row in self.rows}
+        for pair in sorted(pairs, key=lambda pair: (_order(pair[0]), _order(pair[1])), reverse=True):
+            cells = [f"{pairs[pair].bits_per_expert_weight:.2f}", f"{pairs[pair].num_bytes / 1e9:.3f} GB"]
+            for text in texts:
+                row = found[text, *pair]
+                change = f"{row.loss_change.mean:+.4f} ± {row.loss_change.standard_error:.4f}"
+                cells += [f"{row.perplexity:.2f}", change]
+            table.add_row(width_text(pair[0]), width_text(pair[1]), *cells)
         yield table
 
 
@@ -70,36 +74,37 @@ def bench_quality(
     *,
     experts: Sequence[Width],
     attention: Sequence[Width],
-    text: Path | None = None,
+    texts: Sequence[str],
     num_pieces: int = 16,
     length: int = 256,
     revision: str | None = None,
 ) -> QualityReport:
-    """Compares each pair of widths with the widest, on a text file or the held-out addresses of `swarm demo`.
+    """Compares each pair of widths with the widest, on texts as `text_pieces` takes them.
 
     Raises:
         ConfigError: If the file is too short or cannot be read, or the model has no tokenizer.
         MissingExtraError: If the addresses are not installed.
     """
     tokenizer = load_tokenizer(model, revision)
-    pieces, name = text_pieces(tokenizer, text, num_pieces, length)
-    report = QualityReport(command="benchmark quality", model=Path(model).name, text=name, num_tokens=pieces.numel())
+    pieces = {name: found for found, name in (text_pieces(tokenizer, text, num_pieces, length) for text in texts)}
+    report = QualityReport(command="benchmark quality", model=Path(model).name)
     with tempfile.TemporaryDirectory(prefix="swarm-quality-") as work:
         _measure(report, model, pieces, Path(work), experts, attention, revision)
-    report.notes.append(f"{pieces.numel()} tokens of {name}; attention: all linear layers but the output head")
+    tokens = ", ".join(f"{found.numel()} tokens of {name}" for name, found in pieces.items())
+    report.notes.append(f"{tokens}; attention: all linear layers but the output head; bits: of an expert's weight")
     return report
 
 
 def _measure(
     report: QualityReport,
     model: str,
-    pieces: Tensor,
+    pieces: Mapping[str, Tensor],
     work: Path,
     experts: Sequence[Width],
     attention: Sequence[Width],
     revision: str | None,
 ) -> None:
-    baseline: Tensor | None = None
+    baselines: dict[str, Tensor] = {}
     other_bytes: dict[Width, int] = {}
     for expert_bits in sorted(experts, key=_order, reverse=True):
         store = work / f"experts-{expert_bits}"
@@ -110,17 +115,19 @@ def _measure(
                 other_bytes[other_bits] = _num_bytes(loaded, other_bits)
             if other_bits != 16:
                 quantize_linears(loaded, other_bits, is_fitted=True)
-            losses = losses_of(loaded, pieces, f"experts {expert_bits}, attention {other_bits}")
-            baseline = losses if baseline is None else baseline
-            report.rows.append(
-                Row(
-                    attention_bits=other_bits,
-                    expert_bits=expert_bits,
-                    num_bytes=size.expert_bytes + other_bytes[other_bits],
-                    perplexity=math.exp(Figure.of(losses).mean),
-                    loss_change=change(baseline, losses),
+            for text, tokens in pieces.items():
+                losses = losses_of(loaded, tokens, f"experts {expert_bits}, attention {other_bits}, {text}")
+                report.rows.append(
+                    Row(
+                        text=text,
+                        attention_bits=other_bits,
+                        expert_bits=expert_bits,
+                        num_bytes=size.expert_bytes + other_bytes[other_bits],
+                        bits_per_expert_weight=size.bits_per_expert_weight,
+                        perplexity=math.exp(Figure.of(losses).mean),
+                        loss_change=change(baselines.setdefault(text, losses), losses),
+                    )
                 )
-            )
             # Models contain reference cycles: only this closes their files and frees memory.
             del loaded
             gc.collect()

@@ -2,37 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
-from swarm_plugins.demo.text import demo_pieces
+from recipes.study.corpus import gather, is_held_out
+from swarm_plugins.demo.text import demo_pieces, pieces_of
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.recipes.rows import load_rows
+
+# Tokens have far fewer characters.
+_CHARS_PER_TOKEN = 32
 
 
-def text_pieces(tokenizer: Any, text: Path | None, num_pieces: int, length: int) -> tuple[Tensor, str]:
-    """Returns tokens ``[pieces, length]`` of a text file, or of the held-out addresses of `swarm demo`, and its name.
+def _wikitext2() -> str:
+    # Lines are rows, with their ends.
+    return "".join(load_rows("Salesforce/wikitext", "text", name="wikitext-2-raw-v1", split="test")["text"])
+
+
+def _c4() -> str:
+    rows = load_rows("allenai/c4", "text", name="en", split="validation", streaming=True, first=1000)
+    return "\n\n".join(rows["text"])
+
+
+_CORPORA: Mapping[str, Callable[[], str]] = {
+    "wikitext2": _wikitext2,
+    "c4": _c4,
+}
+"""Texts on the Hub, by name."""
+
+
+def text_pieces(tokenizer: Any, text: str | Path | None, num_pieces: int, length: int) -> tuple[Tensor, str]:
+    """Returns tokens ``[pieces, length]`` of a text, and its name.
+
+    Args:
+        tokenizer: The model's.
+        text: A file; ``addresses`` or None, the held-out ones of `swarm demo`; ``python``, as `library_pieces`;
+            ``wikitext2`` or ``c4`` from the Hub.
+        num_pieces: Most pieces, spread over the text.
+        length: Tokens of each.
 
     Raises:
-        ConfigError: If the file is too short or cannot be read.
+        ConfigError: If the text is too short or cannot be read.
         MissingExtraError: If the addresses are not installed.
     """
-    if text is None:
+    if text in (None, "addresses"):
         return demo_pieces(tokenizer, length).held_out[:num_pieces], "presidential addresses"
-    return _pieces_of_file(tokenizer, text, num_pieces, length), text.name
-
-
-def _pieces_of_file(tokenizer: Any, text: Path, num_pieces: int, length: int) -> Tensor:
-    """Returns the first pieces of a text file, ``[pieces, length]``."""
-    try:
-        # Tokens have far fewer characters.
-        with text.open(encoding="utf-8") as file:
-            content = file.read(num_pieces * length * 32)
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read {text} as text ({exc}): give a file in UTF-8") from exc
-    tokens = torch.tensor(tokenizer(content)["input_ids"][: num_pieces * length], dtype=torch.long)
+    if text == "python":
+        return library_pieces(tokenizer, num_pieces, length)
+    read, path = _CORPORA.get(str(text)), Path(text)
+    content = _content(path, num_pieces * length) if read is None else read()
+    tokens = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.long)
     if len(tokens) < 2 * length:
         raise ConfigError(f"{text} has {len(tokens)} tokens, at least {2 * length} are needed: give a longer one")
-    return tokens[: len(tokens) // length * length].reshape(-1, length)
+    pieces = tokens[: len(tokens) // length * length].reshape(-1, length)
+    return pieces[:: max(1, len(pieces) // num_pieces)][:num_pieces], path.name
+
+
+def library_pieces(tokenizer: Any, num_pieces: int, length: int) -> tuple[Tensor, str]:
+    """Returns tokens ``[pieces, length]`` of modules of Python's standard library, one piece of each, and their name.
+
+    They are the modules that the study holds out, so that they depend on the version of Python alone.
+
+    Raises:
+        ConfigError: If no module is long enough.
+        MissingExtraError: If the addresses, which the study's text has as well, are not installed.
+    """
+    modules = {name: text for name, text in gather().items() if name.startswith("python/") and is_held_out(name)}
+    rows = Dataset.from_dict({"document": list(modules), "text": list(modules.values())})
+    return pieces_of(tokenizer, rows, length, per_document=1)[:num_pieces], "Python modules"
+
+
+def _content(path: Path, num_tokens: int) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(num_tokens * _CHARS_PER_TOKEN)
+    except (OSError, UnicodeDecodeError) as exc:
+        known = ", ".join(["addresses", "python", *_CORPORA])
+        raise ConfigError(f"cannot read {path} as text ({exc}): give a file in UTF-8, or one of {known}") from exc

@@ -181,6 +181,7 @@ class RemoteCacheLayer(CacheLayerMixin):
         self.is_first = is_first
         self.mask_of = mask_of
         self.is_initialized = True
+        self.keys = self.values = torch.empty(0)  # models ask how many there are
 
     @property
     def indexer_position_ids(self) -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm_plugins.backbone.loading import decoder_of
 from swarm_plugins.backbone.served import stack_of
 from swarm_plugins.block_io import as_returned
-from swarm_plugins.checkpoint.partition import find_layers, layer_list_name
+from swarm_plugins.checkpoint.partition import decoder_of, find_layers, layer_list_name
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -60,10 +59,12 @@ def insert_module(
     layers = find_layers(model)
     if not 0 <= block < len(layers):
         raise ConfigError(f"{place}={block}: this model has the blocks 0 to {len(layers) - 1}")
+    stack = stack_of(model)
+    if stack is not None and block in stack.blocks and block not in stack.called:
+        raise ConfigError(f"{place}={block}: this model calls that block with images alone; choose the one before it")
     decoder = decoder_of(model, layer_list_name(model))
     if not name.isidentifier() or hasattr(decoder, name):
         raise ConfigError(f"name={name!r}: expected a Python name that {type(decoder).__name__} has no attribute of")
-    stack = stack_of(model)
     if stack is not None:
         stack.cut(range(block + (place == "after"), block + (place != "before")))
     inserted = _Inserted(decoder, name, stack, block)

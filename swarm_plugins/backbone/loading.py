@@ -34,7 +34,7 @@ from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.hollow import keep_from_ddp
 from swarm_plugins.checkpoint.loading import config_for, leave_unscaled, take_generation_config
 from swarm_plugins.checkpoint.outline import build_outline
-from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.partition import decoder_of, num_blocks_of
 from swarm_plugins.checkpoint.ties import untie
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.weights.heads import quicken_head
@@ -143,13 +143,6 @@ def _take_caches(
             "cache of transformers: leave all blocks to servers (local_blocks=(0, 0))"
         )
     take_common_cache(model, decoder.config, stack.own_cache)
-
-
-def decoder_of(model: nn.Module, layer_path: str) -> PreTrainedModel:
-    """Returns the innermost model that the layer list at a path belongs to."""
-    parts = layer_path.split(".")[:-1]
-    owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1))
-    return next(owner for owner in owners if isinstance(owner, PreTrainedModel))
 
 
 def _local_tensors(checkpoint: Checkpoint, layer_path: str, remote: range) -> list[str]:

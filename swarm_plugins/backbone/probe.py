@@ -30,8 +30,8 @@ class _Watch:
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
-        self.first: Tensor | None = None
-        """What the first block is called with."""
+        self.inputs: dict[int, Tensor] = {}
+        """The hidden states that each block is called with."""
         self.handed: Sequence[Tensor] = ()
         """What the first block returns behind hidden states."""
         self.calls: list[int] = []
@@ -45,12 +45,10 @@ class _Watch:
             raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
         self.calls.append(index)
         self.arguments[index] = arguments
+        self.inputs[index] = hidden
         # A new tensor, like a server's answer, that does not depend on the embeddings.
-        self.last = torch.zeros_like(hidden)
-        if self.first is None:
-            self.first = hidden
-            return (self.last, *self.handed) if self.handed else self.last
-        return self.last
+        self.last = torch.full_like(hidden, len(self.inputs))
+        return (self.last, *self.handed) if self.handed and len(self.inputs) == 1 else self.last
 
 
 def probe_layer_loop(
@@ -75,7 +73,9 @@ def probe_layer_loop(
         except _FAULTS as exc:
             reasons.append(one_line(exc) if isinstance(exc, UnsupportedError) else one_line(exc, with_kind=True))
             continue
-        if watch.calls == list(range(stack.num_blocks)):
+        # Without images, blocks that look at them are not called (Mllama).
+        if watch.calls and watch.calls == sorted(set(watch.calls)):
+            stack.called = watch.calls
             stack.takes_ids = watch.are_ids_given
             stack.columns = _columns(base, stack, watch, twin)
             return
@@ -99,8 +99,7 @@ def _run(base: nn.Module, stack: RemoteStack, watch: _Watch) -> None:
 
 def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch, twin: nn.Module | None) -> Columns:
     """Returns what passes between servers: side inputs are other ones for other tokens."""
-    first = watch.first
-    if first is None:
+    if not watch.inputs:
         return Columns()
     other = _Watch(watch.ids + torch.arange(1, 4, device=watch.ids.device))
     _run(base, stack, other)
@@ -108,10 +107,11 @@ def _columns(base: nn.Module, stack: RemoteStack, watch: _Watch, twin: nn.Module
     def is_side(block: int, key: int | str, value: Tensor) -> bool:
         return not torch.equal(value, other.arguments[block][key])
 
-    columns = find_columns(watch.ids.shape, first.shape, watch.arguments, is_side)
+    columns = find_columns(watch.ids.shape, watch.inputs, watch.arguments, is_side)
     carried = _carried(base, stack, watch.ids) if twin is not None else {}
     if twin is not None and carried:
-        returned = _on_meta(twin, first, watch.arguments[0])
+        first = watch.calls[0]
+        returned = _on_meta(twin, watch.inputs[first], watch.arguments[first])
         # Not an object with states, which layers hand on if there is a cache, nor indices: blocks that are not tied
         # choose tokens themselves.
         carried = {key: place for key, place in carried.items() if _is_floating(returned[place])}

@@ -48,11 +48,13 @@ class _Running:
         states = (columns.split(one)[0] for one in (*outputs.hidden_states, outputs.hidden))
         *between, last = (columns.in_streams(one, shape) for one in states)
         self.hidden = [*(between if inputs.collect_hidden else [last] * (len(inputs.blocks) - 1)), last]
-        """The output of each block."""
-        self.sides = columns.split(outputs.hidden)[1]
+        """The output of each block, as far as models go on with it."""
+        self.sides = sides = columns.split(outputs.hidden)[1]
         """What has travelled behind the last one."""
-        self.first_block = inputs.blocks.start
-        self.next_block = inputs.blocks.start
+        for block in inputs.blocks[1:]:
+            if block in columns.gathered:
+                self.hidden[block - inputs.blocks.start - 1] = sides[columns.gathered[block]]
+        self.first_block = self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
 
 
@@ -87,6 +89,8 @@ class RemoteStack:
         """How many values the model expects its layers to return in a tuple; 0: a tensor alone."""
         self.own_cache: str | None = None
         """By which name the decoder takes a cache of its own kind. None: it takes one of transformers."""
+        self.called: Sequence[int] = self.blocks
+        """The remote blocks that the model calls, in order."""
         self.takes_ids = False
         """Whether layers are given the ids of tokens."""
         self.columns = Columns()
@@ -157,7 +161,7 @@ class RemoteStack:
                 f"nothing can run before block {border}, which uses keys and values, or a choice of tokens, of blocks "
                 f"before it: the nearest place is before block {nearest_border(border, self.tied)}"
             )
-        if self.columns.carried:
+        if self.columns.carried or self.columns.gathered:
             raise UnsupportedError(
                 "nothing can run between the blocks of this model, which hand on more than hidden states: change its "
                 "input or output instead"
@@ -232,12 +236,16 @@ class RemoteStack:
                 )
         else:
             alone = range(index, index + 1)
-            blocks = next((chain for chain in self.chains if chain.start == index), alone)
+            blocks = next((chain for chain in self.chains if index == self._next_called(chain.start)), alone)
             named = {name: value for name, value in arguments.items() if isinstance(name, str)}
             swap: CacheSwap | None = getattr(self._local, "swap", None)
-            carried = self._carried(arguments) if index else None
+            carried = self._carried(arguments) if index else []
             running = self._run(blocks, hidden, swap.cache if swap else cache, self._called_with or named, carried)
         return self._hand_on(running, index)
+
+    def _next_called(self, index: int) -> int:
+        """Returns the first block from one on that the model calls."""
+        return next((block for block in self.called if block >= index), self.num_blocks)
 
     def _carried(self, arguments: Arguments) -> list[Tensor]:
         """Returns what the layer before a remote block has handed on to it."""
@@ -251,8 +259,8 @@ class RemoteStack:
         if collector is not None and "router_logits" in collector and index in running.routers:
             collector["router_logits"].append(running.routers[index])
         running.last = running.hidden[index - running.first_block]
-        running.next_block = index + 1
-        if index + 1 - running.first_block < len(running.hidden):
+        running.next_block = self._next_called(index + 1)
+        if running.next_block - running.first_block < len(running.hidden):
             self._local.running = running
             return running.last
         self._local.running = None
@@ -265,7 +273,7 @@ class RemoteStack:
         hidden: Tensor,
         cache: Cache | None,
         called_with: dict[str, Any],
-        carried: Sequence[Tensor] | None,
+        carried: Sequence[Tensor],
     ) -> _Running:
         self._local.running = None
         collector = _active_collector.get() or {}
@@ -311,7 +319,7 @@ class RemoteStack:
             outputs = run_cached(self.remote, inputs, cache, offsets, is_training=is_training)
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape, self.columns)
 
-    def _further(self, hidden: Tensor, carried: Sequence[Tensor] | None) -> list[Tensor]:
+    def _further(self, hidden: Tensor, carried: Sequence[Tensor]) -> list[Tensor]:
         """Returns what layers take besides hidden states, given what a layer before has handed on.
 
         The first layer is called with its own alone: the decoder runs a second time, over layers that do nothing.

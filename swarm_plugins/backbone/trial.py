@@ -95,6 +95,7 @@ def _fault_of(described: _Described) -> str | None:
         with (
             quiet_transformers(),
             torch.random.fork_rng(devices=[]),
+            _as_at_start(),
             _small_models(described.config) as models,
         ):
             _compare(*models)
@@ -103,6 +104,13 @@ def _fault_of(described: _Described) -> str | None:
     except Exception as error:  # noqa: BLE001 - any kind, from any line of a model that nobody knows
         return one_line(error, with_kind=True)
     return None
+
+
+@contextlib.contextmanager
+def _as_at_start() -> Iterator[None]:
+    """Takes back what a model may be loaded in: other devices and types, and no gradients."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        yield
 
 
 @contextlib.contextmanager

@@ -114,13 +114,28 @@ class Given:
         return getattr(self._layer, name)
 
 
+class Gathered:
+    """A block whose input the model itself hands to later ones: what came goes into the model's own tensor."""
+
+    def __init__(self, layer: Callable[..., Any], came: Tensor) -> None:
+        self._layer = layer
+        self._came = came
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block."""
+        return self._layer(hidden_states.copy_(self._came), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 class Exit:
     """The skipped block behind the last one of a call: reports to ``seen`` what it is called with.
 
-    So what a model computes between two blocks is computed with the one before.
+    So what a model computes between two blocks is computed with the one before. Also a block whose input is gathered.
     """
 
-    def __init__(self, skipped: SkippedBlock, seen: Callable[[Tensor, Arguments], None]) -> None:
+    def __init__(self, skipped: Callable[..., Any], seen: Callable[[Tensor, Arguments], None]) -> None:
         self._skipped = skipped
         self._seen = seen
 

@@ -5,6 +5,7 @@ Callers check their inputs and make room in caches; caches count new tokens only
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.adapters.apply import TokenRows, adapter_patches
 from swarm_plugins.blocks.attending import SDPA
-from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, Given, SkippedBlock, Watched
+from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, Gathered, Given, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
 from swarm_plugins.blocks.keepers import Keeper
@@ -28,7 +29,7 @@ from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.blocks.stacked import StackedPast, stacks
 from swarm_plugins.borders import NO_TIES
-from swarm_plugins.columns import Columns
+from swarm_plugins.columns import Arguments, Columns
 from swarm_plugins.errors import ConfigError
 
 _CACHES = ("past_key_values", "cache_params", "state")
@@ -77,6 +78,8 @@ class CutModel:
         if not isinstance(layers, BlockList):
             raise ConfigError(f"the layer list {layer_path} is a {type(layers).__name__}, not a BlockList")
         self.layers: list[nn.Module] = list(layers)
+        self.called: Sequence[int] = range(len(self.layers))
+        """The blocks that the model calls, in order: not those that look at images (Mllama); see `probe`."""
         self.device = next(model.parameters()).device
         self.dtype = dtype
         self.attention: str = self.config._attn_implementation
@@ -215,14 +218,23 @@ class CutModel:
 
         ``ids`` are the token ids, ``[B, S]``. None: the blocks do not depend on them.
         """
+        called = [block for block in call.blocks if block in self.called]
+        if not called:
+            if call.between is not None:
+                call.between = [hidden] * (len(call.blocks) - 1)
+            return hidden
         outputs: list[Any] = []
         states, sides = self.columns.split(hidden)
-        call.table = self._between_borders(call, states, sides, outputs.append)
+        call.table = self._between_borders(call, called, states, sides, outputs.append)
         if ids is None:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
         self.run_model(call, ids, mask, positions, past)
         if call.between is not None:
-            call.between[:] = [self.columns.after(one, sides) for one in call.between]
+            made = dict(zip(called, [self.columns.after(one, sides) for one in call.between], strict=False))
+            # Behind a block that is not called is what is before it.
+            for block in call.blocks[:-1]:
+                made.setdefault(block, made.get(block - 1, hidden))
+            call.between[:] = [made[block] for block in call.blocks[:-1]]
         return self.columns.after(outputs[0], sides)
 
     def run_model(
@@ -254,18 +266,29 @@ class CutModel:
         return output
 
     def _between_borders(
-        self, call: Call, hidden: Tensor, sides: Sequence[Tensor], seen: Callable[[Any], None]
+        self, call: Call, called: Sequence[int], hidden: Tensor, sides: list[Tensor], seen: Callable[[Any], None]
     ) -> list[Any]:
-        """Returns a call's table with what came put in at its blocks, and what leaves the last one reported."""
-        table, blocks = list(call.table), call.blocks
-        if blocks.stop < len(table):
-            table[blocks.stop] = Exit(table[blocks.stop], lambda *called: seen(self.columns.returned(*called)))
+        """Returns a call's table with what came put in at its blocks, and what leaves the last one reported.
+
+        ``sides`` will get what is gathered.
+        """
+        table, first = list(call.table), called[0]
+        behind = next((block for block in self.called if block > called[-1]), None)
+        if behind is not None:
+            table[behind] = Exit(table[behind], lambda *given: seen(self.columns.returned(*given)))
         else:
-            table[-1] = Watched(table[-1], seen)
-        for block in blocks if sides else ():
-            given = self.columns.given(block, sides, is_entry=block == blocks.start)
+            table[called[-1]] = Watched(table[called[-1]], seen)
+        for block in called if sides else ():
+            given = self.columns.given(block, sides, is_entry=block == first)
             table[block] = Given(table[block], given) if given else table[block]
-        table[blocks.start] = Entry(table[blocks.start], lambda shape: self.columns.in_streams(hidden, shape))
+        table[first] = Entry(table[first], lambda shape: self.columns.in_streams(hidden, shape))
+        for block, index in self.columns.gathered.items():
+            if block == first:
+                sides[index] = hidden
+            if block <= first:
+                table[block] = Gathered(table[block], sides[index])
+            elif block in called:
+                table[block] = Exit(table[block], functools.partial(_note, sides, index))
         return table
 
     def _run_single(self, call: Call, blocks: range, hidden: Tensor, positions: Tensor | None, past: Past) -> Tensor:
@@ -328,3 +351,7 @@ class CutModel:
         for block in blocks[:-1]:
             table[block] = Watched(self._blocks[block], seen)
         return table
+
+
+def _note(sides: list[Tensor], index: int, hidden: Tensor, arguments: Arguments) -> None:
+    sides[index] = hidden

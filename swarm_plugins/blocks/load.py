@@ -35,7 +35,7 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.checkpoint.loading import class_for_task, empty_modules, leave_out, leave_unscaled
 from swarm_plugins.checkpoint.outline import build_outline
-from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.partition import decoder_of, num_blocks_of, places_in_blocks
 from swarm_plugins.checkpoint.ties import shared_with_others, untie
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
@@ -43,7 +43,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
-from swarm_plugins.weights.names import check_kv_bits
+from swarm_plugins.weights.names import INT8_KERNELS, check_kv_bits
 from swarm_plugins.weights.published.placing import Placing, place, plain_names
 from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.published.widening import experts_only, widening_of
@@ -126,7 +126,7 @@ def load_span(
         check_budget(moe, formats_of(moe, offload, where), offload, where)
         moe.store.fetch()
         if moe.placing is not None:
-            log.info("offloaded experts: %s", widening_of(experts_only(moe.placing), wanted))
+            log.info("offloaded experts: %s", widening_of(experts_only(moe.placing), wanted, keeps_experts=True))
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
         moe.check_has_experts(blocks)
@@ -236,7 +236,9 @@ class _BlockLoader:
         nn.Module.to(model, self.device)
         fill_in(model, self.dtype, self.device)
         if placing is not None:
-            placing.install(model, biases, self.dtype, self.device)
+            placing.install(
+                model, biases, self.dtype, self.device, self.kernel if self.kernel in INT8_KERNELS else None
+            )
         self._arrange(model, blocks)
         return model
 
@@ -244,7 +246,7 @@ class _BlockLoader:
         if self.quantization != "none":
             for block in blocks:
                 quantize_block(_layers(model, self.path)[block], self.quantization, kernel=self.kernel)
-        elif self.kernel is not None and self.device.type == "cpu":
+        elif self.kernel is not None and self.kernel not in INT8_KERNELS and self.device.type == "cpu":
             for block in blocks:
                 arrange_block(_layers(model, self.path)[block], self.kernel)
 
@@ -277,7 +279,9 @@ class _BlockLoader:
     def _spelled(self, name: str) -> str:
         # HF's conversions are written for the names of a whole causal language model.
         prefix = layer_prefix(self.checkpoint, self.path)
-        return f"{self.base_class.base_model_prefix}.{self.path}.{name[len(prefix) :]}"
+        # A weight that is packed has another name in the checkpoint.
+        place = places_in_blocks(self.checkpoint, self.path).get(name, name[len(prefix) :])
+        return f"{self.base_class.base_model_prefix}.{self.path}.{place}"
 
 
 def _check_stored(
@@ -381,8 +385,8 @@ def _base_class(whole: PreTrainedConfig, config: PreTrainedConfig) -> type[PreTr
     if is_known or type(config) is type(whole) or language is None or language.config_class is not type(config):
         return class_for_task(config, "model", MODEL_MAPPING)
     # No task is mapped to the decoder alone (Emu 3).
-    outline: Any = build_outline(language, config, torch.float32, config.name_or_path or config.model_type)
-    base: type[PreTrainedModel] = type(outline.base_model)
+    outline = build_outline(language, config, torch.float32, config.name_or_path or config.model_type)
+    base = type(decoder_of(outline, layer_list_name(outline)))
     return class_for_task(config, "model", MODEL_MAPPING) if base is language else base
 
 

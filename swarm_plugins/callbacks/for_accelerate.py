@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import nn
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
 
 from swarm_plugins.errors import CheckpointError, one_line
 from swarm_plugins.strategy.swarm.inspection import is_placed
@@ -45,26 +47,38 @@ def _save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -
 
 
 def _load(models: list[nn.Module], folder: str) -> None:
-    bases, states = _described(Path(folder), len(models)), []
-    for index, (model, base) in enumerate(zip(map(_unwrapped, models), bases, strict=True)):
-        path = Path(folder) / f"model{f'_{index}' if index else ''}.safetensors"
-        try:
-            state = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({one_line(error)}): give a folder that save_state wrote, with "
-                "safe_serialization=True"
-            ) from error
+    bases = _described(Path(folder), len(models))
+    paths = [Path(folder) / f"model{f'_{index}' if index else ''}.safetensors" for index in range(len(models))]
+    found = list(zip(map(_unwrapped, models), paths, bases, strict=True))
+    states = [(model, _read(path)) for model, path, _ in found if is_placed(model)]
+    for model, _, base in found:
         if is_placed(model):
             check_base({KEY: base}, model)
-        states.append((model, state))
     for model, state in states:
-        if is_placed(model):
-            load_trained(model, state, strict=True)
-        else:
-            model.load_state_dict(state)
+        load_trained(model, state, strict=True)
+    for model, path, _ in found:
+        if not is_placed(model):
+            with _readable(path):
+                # Not by its state dict: of tied weights, the file has one.
+                load_model(model, path)
     # What is left here is loaded by accelerate.
     models.clear()
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    with _readable(path):
+        return load_file(path)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({one_line(error)}): give a folder that save_state wrote, with "
+            "safe_serialization=True"
+        ) from error
 
 
 def _described(folder: Path, num_models: int) -> list[Any]:

@@ -110,7 +110,7 @@ def write_version(
 
     def write(folder: Path) -> None:
         nonlocal digest
-        _save_peft(source, folder, facts.base_model)
+        save_peft(source, folder, facts.base_model, with_embeddings=_changes_embeddings(source))
         manifest.write(folder)
         (folder / CARD_FILE).write_text(card_text(facts, manifest), encoding="utf-8")
         target.write(folder)
@@ -120,13 +120,14 @@ def write_version(
     return write_folder(root / name, write), digest
 
 
-def _save_peft(source: AdapterSource, folder: Path, base_model: str | None) -> None:
+def save_peft(source: AdapterSource, folder: Path, base_model: str | None, *, with_embeddings: bool) -> None:
+    """Writes PEFT's files of an adapter, with the base's name and commit in its config."""
     source.model.save_pretrained(
         str(folder),
         safe_serialization=True,
         selected_adapters=[source.name],
         # "auto" would ask the Hub for the base's config, in the middle of training.
-        save_embedding_layers=_changes_embeddings(source),
+        save_embedding_layers=with_embeddings,
     )
     if source.name != "default":
         # PEFT writes other names to a subfolder.

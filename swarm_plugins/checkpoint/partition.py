@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -92,6 +92,13 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
+def decoder_of(model: nn.Module, layer_path: str) -> PreTrainedModel:
+    """Returns the innermost model that the layer list at a path belongs to."""
+    parts = layer_path.split(".")[:-1]
+    owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1))
+    return next(owner for owner in owners if isinstance(owner, PreTrainedModel))
+
+
 def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     """Returns what precedes a block's index in the checkpoint's names, such as ``model.layers.``.
 
@@ -134,6 +141,8 @@ def _find_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
 
 _IN_LIST = re.compile(r"(.+?\.)\d{1,6}\.")
 """A tensor of a module in a list: all up to the index."""
+_LISTED = re.compile(r".+\.\d{1,6}")
+"""A tensor that is in a list itself."""
 
 
 def _of_decoder(checkpoint: Checkpoint, list_name: str, examples: Mapping[str, str]) -> list[str]:
@@ -150,6 +159,37 @@ def _of_decoder(checkpoint: Checkpoint, list_name: str, examples: Mapping[str, s
         return []
     targets = ((prefix, conversions.target(name)[0]) for prefix, name in examples.items())
     return [prefix for prefix, to in targets if to.startswith(f"{path}.") and conversions.is_known(to)]
+
+
+def places_in_blocks(checkpoint: Checkpoint, layer_path: str) -> Mapping[str, str]:
+    """Returns where the tensors of all blocks belong, by name: below the layer list, such as ``3.mlp.gate.weight``.
+
+    Some checkpoints keep one weight of all blocks in a list of its own. Transformers' rules tell where those belong.
+
+    Raises:
+        CheckpointError: If no tensor matches the layer list, or tensors under several paths do.
+    """
+    known = _PLACES.setdefault(checkpoint, {})
+    if layer_path not in known:
+        prefix = layer_prefix(checkpoint, layer_path)
+        inside = {name: name[len(prefix) :] for name in checkpoint.tensors if _index_of(name, prefix) is not None}
+        known[layer_path] = inside | _places_elsewhere(checkpoint, prefix)
+    return known[layer_path]
+
+
+_PLACES: WeakKeyDictionary[Checkpoint, dict[str, Mapping[str, str]]] = WeakKeyDictionary()
+
+
+def _places_elsewhere(checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+    names = [name for name in checkpoint.tensors if _LISTED.fullmatch(name) and not name.startswith(prefix)]
+    if not names:
+        return {}
+    outline = meta_model(checkpoint.config, torch.float32)
+    conversions, path = Conversions(outline), f"{layer_list_name(outline)}."
+    targets = {name: conversions.target(name)[0] for name in names}
+    return {
+        name: to.removeprefix(path) for name, to in targets.items() if to.startswith(path) and conversions.is_known(to)
+    }
 
 
 def _check_counted(checkpoint: Checkpoint, prefix: str) -> None:
@@ -181,10 +221,10 @@ def block_tensors(checkpoint: Checkpoint, layer_path: str, blocks: range) -> lis
         raise ConfigError(
             f"blocks {blocks.start} to {blocks.stop} are asked of {checkpoint.name}, which has blocks 0 to {num_blocks}"
         )
-    prefix = layer_prefix(checkpoint, layer_path)
-    by_block = _by_block(checkpoint.tensors, prefix)
+    by_block = _by_block(places_in_blocks(checkpoint, layer_path))
     empty = [block for block in blocks if not by_block[block]]
     if empty:
+        prefix = layer_prefix(checkpoint, layer_path)
         raise CheckpointError(
             f"{checkpoint.name} has no tensor of block {', '.join(map(str, empty))} (names starting with "
             f"{prefix}{empty[0]}.): the checkpoint is incomplete, fetch it again"
@@ -200,8 +240,8 @@ def client_tensors(checkpoint: Checkpoint, layer_path: str) -> list[str]:
     Raises:
         CheckpointError: If the checkpoint has no blocks.
     """
-    prefix = layer_prefix(checkpoint, layer_path)
-    return [name for name in checkpoint.tensors if _index_of(name, prefix) is None]
+    places = places_in_blocks(checkpoint, layer_path)
+    return [name for name in checkpoint.tensors if name not in places]
 
 
 def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ...]:
@@ -215,12 +255,12 @@ def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ..
     directory = checkpoint.directory
     if directory is None:
         return ()
-    prefix = layer_prefix(checkpoint, layer_path)
+    places = places_in_blocks(checkpoint, layer_path)
     found = []
     for block in range(_num_blocks(checkpoint)):
         names = block_tensors(checkpoint, layer_path, range(block, block + 1))
         # Without prefix and index: equal blocks have equal fingerprints, wherever they stand.
-        inside = {name.removeprefix(f"{prefix}{block}."): checkpoint.tensors[name] for name in names}
+        inside = {places[name].partition(".")[2]: checkpoint.tensors[name] for name in names}
         found.append(tensors_fingerprint(directory, inside))
     return tuple(found)
 
@@ -252,10 +292,8 @@ def _index_of(name: str, prefix: str) -> int | None:
     return int(index) if index.isascii() and index.isdigit() and len(index) <= 6 else None
 
 
-def _by_block(names: Iterable[str], prefix: str) -> defaultdict[int, list[str]]:
+def _by_block(places: Mapping[str, str]) -> defaultdict[int, list[str]]:
     by_block: defaultdict[int, list[str]] = defaultdict(list)
-    for name in names:
-        index = _index_of(name, prefix)
-        if index is not None:
-            by_block[index].append(name)
+    for name, place in places.items():
+        by_block[int(place.partition(".")[0])].append(name)
     return by_block

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from swarm_plugins.transport.config import NodeConfig
 
 _MAX_KEYS_CHARS = 1 << 20
+_TRAINING_KEY = "tml-"
 _OWN_SYNTAX = ("api_keys",)
 _WORDS = OFFLOAD_WORDS | words_of(ApiSettings, without=_OWN_SYNTAX)
 
@@ -66,6 +67,13 @@ def api(
         Path | None, typer.Option(help="Keys that clients have to show, one a line.", dir_okay=False)
     ] = None,
     prepare: Prepare = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Let clients of Tinker's protocol train adapters of the model, too.")
+    ] = False,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --train: folder for runs and checkpoints.", file_okay=False),
+    ] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
     quiet_command()
@@ -75,6 +83,7 @@ def api(
         check_model_name(model)
         keys = (*(api_key or ()), *_keys(api_key_file))
         settings = ApiSettings(api_keys=keys, **parsed(ApiSettings, given))
+        _check_training(train, state_dir, keys)
         from swarm_plugins.web.serving import is_loopback, listen, serve_app
 
         # Before what takes minutes.
@@ -91,8 +100,22 @@ def api(
         loaded = _load(model, node, offload, revision, prepare)
         from swarm_plugins.web.app import create_app
 
-        app = create_app(loaded.model, loaded.tokenizer, name=name, adapters=adapter or (), settings=settings)
-        serve_app(app, host, port, lambda url: typer.echo(f"listening at {url} (API: {url}/v1)"), listener=listener)
+        app = create_app(
+            loaded.model, loaded.tokenizer, name=name, adapters=adapter or (), settings=settings, state_dir=state_dir
+        )
+
+        def on_ready(url: str) -> None:
+            training = f"; training: TINKER_BASE_URL={url}" if train else ""
+            typer.echo(f"listening at {url} (API: {url}/v1{training})")
+
+        serve_app(app, host, port, on_ready, listener=listener)
+
+
+def _check_training(train: bool, state_dir: Path | None, keys: tuple[str, ...]) -> None:
+    if train != (state_dir is not None):
+        raise ConfigError("--train and --state-dir go together: give both to let clients train, or neither")
+    if train and any(not key.startswith(_TRAINING_KEY) for key in keys):
+        raise ConfigError(f"with --train, keys begin with {_TRAINING_KEY!r}: Tinker's clients refuse others")
 
 
 def _not_asked(context: typer.Context, offload: str | None, local_swarm: int | None) -> tuple[str, ...]:

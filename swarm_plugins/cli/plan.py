@@ -68,10 +68,12 @@ def _bytes(text: str | None) -> int | None:
 def quantize(
     model: Annotated[str, typer.Argument(help="Mixture of experts: a directory, or its id on the Hub.")],
     out: Annotated[Path, typer.Option(help="Directory to make.")],
-    experts: Annotated[str, typer.Option(metavar="BITS", help="Width of experts: 16, 8, 4, 3, 2 or nf4.")] = "4",
+    experts: Annotated[
+        str, typer.Option(metavar="BITS", help="Width of experts: 16, 8, 4, 3, 2, nf4, 4dq, 3dq or 2dq.")
+    ] = "4",
     attention: Annotated[
         str,
-        typer.Option(metavar="BITS", help="Width of all other linear layers but the output head: 16, 8, 4 or nf4."),
+        typer.Option(metavar="BITS", help="Width of all other linear layers but the output head, one of the same."),
     ] = "16",
     revision: Revision = None,
 ) -> None:
@@ -81,16 +83,17 @@ def quantize(
         from swarm_plugins.model_names import check_model_name
         from swarm_plugins.offload.text import parse_width
         from swarm_plugins.sizes import format_bytes
-        from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, width_text
+        from swarm_plugins.weights.widths import width_text
 
-        expert_bits = parse_width("--experts", experts, EXPERT_BITS)
-        other_bits = parse_width("--attention", attention, OTHER_BITS)
+        expert_bits = parse_width("--experts", experts)
+        other_bits = parse_width("--attention", attention)
         check_model_name(model)
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.offload.quantizing import quantize_checkpoint
 
         size = quantize_checkpoint(model, out, expert_bits=expert_bits, other_bits=other_bits, revision=revision)
         typer.echo(
-            f"{out}: experts {format_bytes(size.expert_bytes)} at {width_text(expert_bits)}, the rest "
+            f"{out}: experts {format_bytes(size.expert_bytes)} at {width_text(expert_bits)} "
+            f"({size.bits_per_expert_weight:.2f} bits a weight with scales), the rest "
             f"{format_bytes(size.other_bytes)} at {width_text(other_bits)}"
         )

@@ -21,6 +21,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import class_for_task, take_generation_config
+from swarm_plugins.checkpoint.partition import places_in_blocks
 from swarm_plugins.distill.config_cut import cut_config, kept_layers
 from swarm_plugins.distill.pair import name_of, public_name
 from swarm_plugins.errors import ConfigError, UnsupportedError
@@ -99,10 +100,10 @@ def _from_files(
     config = cut_config(checkpoint.config, kept)
     check_same_layers(_on_meta(model_class, config), hollow, kept)
     tensors = checkpoint.read(client_tensors(checkpoint, path))
-    prefix = layer_prefix(checkpoint, path)
+    prefix, places = layer_prefix(checkpoint, path), places_in_blocks(checkpoint, path)
     for new, old in enumerate(kept):
         block = checkpoint.read(block_tensors(checkpoint, path, range(old, old + 1)))
-        tensors |= {f"{prefix}{new}.{name.removeprefix(f'{prefix}{old}.')}": one for name, one in block.items()}
+        tensors |= {f"{prefix}{new}.{places[name].partition('.')[2]}": one for name, one in block.items()}
     student = model_from_tensors(model_class, config, tensors, dtype, checkpoint.name)
     take_generation_config(student, checkpoint)
     # The loading names the model after its files, which are the teacher's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
+from swarm_plugins.weights.widths import Width, check_width
 
 # No machine has as much: a larger number is a mistaken unit, or an attack.
 _MAX_BYTES = 1 << 50
@@ -27,9 +27,9 @@ class OffloadConfig:
         prefetch: Read the next layers' experts ahead, guessed by their own routers (speculative loading, Eliseev and
             Mazur 2023, section 3.2). Guesses are read only while nothing needed waits for the disk. None: yes, unless
             the disk is not needed, since memory or pinned RAM of a CUDA device holds all experts.
-        expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them.
-            Quantizing on the way to a CUDA device gives nf4 for 4.
-        other_bits: Width of all other weights: 16, 8, 4 or ``nf4``; None: as the checkpoint has them.
+        expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2, ``nf4``, or ``4dq``, ``3dq``, ``2dq`` with scales
+            quantized as well; None: as the checkpoint has them. Quantizing on the way to a CUDA device gives nf4 for 4.
+        other_bits: Width of all other weights, one of the same; None: as the checkpoint has them.
         policy: Which experts stay in fast memory: ``counting``, those used most often lately, of all layers together;
             or ``lru``, the paper's: as many of each layer as the budget has room for besides four that are read ahead,
             and the least recently used one goes (Eliseev and Mazur 2023, section 3.1).
@@ -59,9 +59,9 @@ class OffloadConfig:
                 )
         if self.prefetch is not None and not isinstance(self.prefetch, bool):
             raise ConfigError(f"prefetch is {self.prefetch!r}; expected True, False, or None to read ahead if it pays")
-        for name, allowed in (("expert_bits", EXPERT_BITS), ("other_bits", OTHER_BITS)):
+        for name in ("expert_bits", "other_bits"):
             if getattr(self, name) is not None:
-                check_width(name, getattr(self, name), allowed, ", or None for the checkpoint's own")
+                check_width(name, getattr(self, name), ", or None for the checkpoint's own")
         if self.policy not in POLICIES:
             raise ConfigError(f"policy is {self.policy!r}; expected {' or '.join(POLICIES)}")
         if not (_is_whole(self.num_readers) and 1 <= self.num_readers <= _MAX_READERS):

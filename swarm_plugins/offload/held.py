@@ -182,7 +182,7 @@ def load_held_experts(
         dtype=moe.dtype,
         device=device,
         hidden_size=hidden_size,
-        widening=None if moe.placing is None else widening_of(experts_only(moe.placing), moe.dtype),
+        widening=None if moe.placing is None else widening_of(experts_only(moe.placing), moe.dtype, keeps_experts=True),
     )
 
 

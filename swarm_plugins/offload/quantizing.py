@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from swarm_plugins.offload.store.manifest import (
 from swarm_plugins.offload.store.writing import check_space, padded_bytes, work_directory, write_buffers, write_json
 from swarm_plugins.weights.choice import format_of, half_type
 from swarm_plugins.weights.linears import quantizable_linears, tensor_name
-from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
+from swarm_plugins.weights.widths import Width, check_width
 
 _CPU = torch.device("cpu")
 _OTHERS_FILE = "others.safetensors"
@@ -44,10 +45,19 @@ _COPIED_BYTES = 100 << 20
 
 
 class QuantizedSize(NamedTuple):
-    """Bytes of a store's weight files."""
+    """What a store holds."""
 
     expert_bytes: int
+    """Of the files of experts."""
     other_bytes: int
+    """Of the file of all other weights."""
+    expert_weights: int
+    """Number of the experts' weights."""
+
+    @property
+    def bits_per_expert_weight(self) -> float:
+        """Scales and padding included."""
+        return 8 * self.expert_bytes / self.expert_weights
 
 
 def quantize_checkpoint(
@@ -67,8 +77,9 @@ def quantize_checkpoint(
     Args:
         name_or_dir: A directory, or the id of a repository on the Hub.
         out: Directory to make.
-        expert_bits: Width of experts: 16, 8, 4, 3, 2 or ``nf4``.
-        other_bits: Width of all other linear layers but the output head: 16, 8, 4 or ``nf4``.
+        expert_bits: Width of experts: 16, 8, 4, 3, 2, ``nf4``, or ``4dq``, ``3dq``, ``2dq`` with scales quantized as
+            well.
+        other_bits: Width of all other linear layers but the output head, one of the same.
         revision: Branch, tag or commit on the Hub.
         progress: Show a bar.
 
@@ -78,8 +89,8 @@ def quantize_checkpoint(
         UnsupportedError: If the model has no experts that can be offloaded, or is already quantized.
         OSError: If it cannot be written.
     """
-    check_width("expert_bits", expert_bits, EXPERT_BITS)
-    check_width("other_bits", other_bits, OTHER_BITS)
+    check_width("expert_bits", expert_bits)
+    check_width("other_bits", other_bits)
     target = Path(out).expanduser().absolute()
     with work_directory(target) as work:
         moe = MoeCheckpoint.open(name_or_dir, revision=revision)
@@ -112,7 +123,7 @@ def quantize_checkpoint(
         # Last: a directory without the manifest is not a store.
         (work / MANIFEST_FILE).write_bytes(manifest.with_config(work / CONFIG_FILE).encode())
         other_bytes = (work / _OTHERS_FILE).stat().st_size
-    return QuantizedSize(expert_bytes, other_bytes)
+    return QuantizedSize(expert_bytes, other_bytes, sum(one.num_weights for one in formats.values()))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -136,6 +147,7 @@ class _LayerFormat:
         self._index = layer
         self._store = moe.store
         self.num_experts = moe.store.num_experts[layer]
+        self.num_weights = self.num_experts * sum(math.prod(one.shape) for one in plain.tensors)
         self.layer = Layer(
             num_experts=self.num_experts,
             tensors=tuple(

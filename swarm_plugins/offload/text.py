@@ -8,13 +8,9 @@ from typing import Any
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import POLICIES, OffloadConfig
 from swarm_plugins.sizes import parse_bytes
-from swarm_plugins.weights.widths import EXPERT_BITS, OTHER_BITS, Width
+from swarm_plugins.weights.widths import WIDTHS, Width
 
-
-def _by_name(widths: Iterable[Width]) -> dict[str, Width]:
-    return {str(width): width for width in widths}
-
-
+_WIDTHS: Mapping[str, Width] = {str(width): width for width in WIDTHS}
 _FIELDS = {
     "fast": "fast_bytes",
     "ram": "ram_bytes",
@@ -26,8 +22,8 @@ _FIELDS = {
 }
 """Fields of `OffloadConfig` by their names in ``--offload``."""
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
-    "bits": _by_name(EXPERT_BITS),
-    "other-bits": _by_name(OTHER_BITS),
+    "bits": _WIDTHS,
+    "other-bits": _WIDTHS,
     "prefetch": {"on": True, "off": False},
     "policy": {policy: policy for policy in POLICIES},
 }
@@ -102,12 +98,11 @@ def _written(name: str, value: Any) -> str:
     return next((choice for choice, chosen in _CHOICES.get(name, {}).items() if chosen == value), str(value))
 
 
-def parse_width(option: str, text: str, allowed: Iterable[Width]) -> Width:
-    """Parses an option's width, such as ``4`` or ``nf4``; raises ConfigError unless it is one of ``allowed``."""
-    widths = _by_name(allowed)
-    if text not in widths:
-        raise ConfigError(f"invalid {option} {text!r}: expected {_one_of(widths)}")
-    return widths[text]
+def parse_width(option: str, text: str) -> Width:
+    """Parses an option's width, such as ``4`` or ``nf4``; raises ConfigError if it is unknown."""
+    if text not in _WIDTHS:
+        raise ConfigError(f"invalid {option} {text!r}: expected {_one_of(_WIDTHS)}")
+    return _WIDTHS[text]
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -17,6 +20,13 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.parallel.adapters import unwrapped
 
+_BIAS_OF_SUM = "down_proj_bias"
+# [E, 2 F, D] holds gate above up: both are cut, not the whole. [E, F, D], [E, D, F] and biases have one such dimension.
+_CUTS: Mapping[str, Placement] = {
+    "gate_up_proj": _StridedShard(1, split_factor=2),
+    "up_proj": Shard(1),
+    "down_proj": Shard(2),
+}
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
 
@@ -28,7 +38,6 @@ def check_slices(experts: Any, name: str, expert_slices: int) -> None:
         ConfigError: If the number of slices does not divide their intermediate dimension.
     """
     reasons = {
-        "have biases": getattr(experts, "has_bias", True),
         "are stored transposed": getattr(experts, "is_transposed", True),
         "interleave gate and up": not getattr(experts, "is_concatenated", False),
         "normalize what each expert returns": getattr(experts, "has_post_expert_norm", False),
@@ -46,14 +55,27 @@ def check_slices(experts: Any, name: str, expert_slices: int) -> None:
 
 
 def slice_experts(experts: Any, mesh: DeviceMesh) -> None:
-    """Leaves this rank its slice of its experts, as parameters distributed over a mesh ``[ep, slice]``."""
+    """Leaves this rank its slice of its experts, as parameters distributed over a mesh ``[ep, slice]``.
+
+    The bias of the second product belongs to the sum of the slices: every rank has it, the first one adds it.
+    """
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        # [E, 2 F, D] holds gate above up: both are cut, not the whole. [E, F, D] and [E, D, F] have one such dimension.
-        cut = {"gate_up_proj": _StridedShard(1, split_factor=2), "up_proj": Shard(1), "down_proj": Shard(2)}[name]
+        cut = _CUTS[name.removesuffix("_bias")] if name != _BIAS_OF_SUM else Replicate()
         part = distribute_tensor(parameter.data, mesh, [Shard(0), cut], src_data_rank=None)
         setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     experts.num_experts //= mesh["ep"].size()
     experts._is_expert_parallel = True
+    if _BIAS_OF_SUM in experts._parameters and mesh["slice"].get_local_rank() > 0:
+        experts.forward = partial(_without_bias, experts, experts.forward)
+
+
+def _without_bias(experts: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    bias = experts._parameters[_BIAS_OF_SUM]
+    experts._parameters[_BIAS_OF_SUM] = torch.zeros_like(bias, requires_grad=False)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        experts._parameters[_BIAS_OF_SUM] = bias
 
 
 def check_dense_slices(model: PreTrainedModel, tp_size: int) -> None:

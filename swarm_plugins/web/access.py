@@ -22,8 +22,16 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = ("/", "/page/")
-"""The page and its files, which need no key."""
+FILES = "/api/v1/files/"
+"""Before tokens that nobody can guess: whoever knows one needs no key."""
+
+_PAGE = "/"
+_OPEN = ("/page/", FILES)
+"""The page and what needs no key begin so."""
+
+_TRAINING = "/api/v1/"
+"""Training's protocol has bounds of its own: its clients ask for answers again and again, and wait for them."""
+_PROTOBUF = f"{_TRAINING}forward_backward"
 
 MAX_BODY_BYTES = 4 << 20
 """Longest request."""
@@ -63,7 +71,7 @@ class Access:
             return
         try:
             tenant = self._tenant(scope)
-            if tenant and scope["method"] == "POST" and self._running[tenant] >= self._settings.most_of_a_key:
+            if tenant and _is_counted(scope) and self._running[tenant] >= self._settings.most_of_a_key:
                 raise ApiError(
                     f"{self._running[tenant]} requests of this key are running, which is the limit: wait for one",
                     status=429,
@@ -73,32 +81,33 @@ class Access:
             await error.response()(scope, receive, send)
             return
         scope["swarm.tenant"] = tenant
-        counted = int(scope["method"] == "POST")
+        counted = int(_is_counted(scope))
         self._running[tenant] += counted
         try:
-            await self._app(scope, self._bounded(receive), send)
+            await self._app(scope, self._bounded(receive, is_json=_path(scope) != _PROTOBUF), send)
         finally:
             self._running[tenant] -= counted
 
     def _tenant(self, scope: Scope) -> str:
-        # In a mounted app, the path begins with the place where it is mounted.
-        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        if not self._keys or path == _OPEN[0] or path.startswith(_OPEN[1]):
+        path = _path(scope)
+        if not self._keys or path == _PAGE or path.startswith(_OPEN):
             return ""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        headers = dict(scope["headers"])
+        # The second is how Tinker's SDK sends it.
+        given = headers.get(b"authorization") or b"bearer " + headers.get(b"x-api-key", b"")
         kind, _, key = given.partition(b" ")
         shown = hashlib.sha256(key.strip()).hexdigest()
         # Compares with each of them, whatever it finds.
         found = [hmac.compare_digest(shown, known) for known in self._keys]
         if kind.lower() != b"bearer" or not any(found):
             raise ApiError(
-                "a wrong API key" if given else "no API key: send it as 'Authorization: Bearer KEY'",
+                "a wrong API key" if key else "no API key: send it as 'Authorization: Bearer KEY'",
                 status=401,
                 code="invalid_api_key",
             )
         return shown
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, *, is_json: bool) -> Receive:
         """Raises HTTPException, as FastAPI's own checks of a body do."""
         read, is_complete, due = 0, False, asyncio.get_running_loop().time() + _BODY_S
         values = ValueCounter()
@@ -118,6 +127,8 @@ class Access:
             read += len(body)
             if read > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the request is longer than {MAX_BODY_BYTES} bytes: send less at once")
+            if not is_json:
+                return message
             if b"\0" in body:
                 # In UTF-16, which JSON readers take, quotes and commas could not be told from parts of letters.
                 raise HTTPException(400, "the request is not JSON in UTF-8")
@@ -128,3 +139,12 @@ class Access:
             return message
 
         return next_message
+
+
+def _path(scope: Scope) -> str:
+    # In a mounted app, the path begins with the place where it is mounted.
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _is_counted(scope: Scope) -> bool:
+    return scope["method"] == "POST" and not _path(scope).startswith(_TRAINING)

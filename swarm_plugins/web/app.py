@@ -27,6 +27,8 @@ from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.responses import responses_router
 from swarm_plugins.web.settings import ApiSettings
 from swarm_plugins.web.swarm_state import source_of, state_router
+from swarm_plugins.web.tinker.routes import tinker_router
+from swarm_plugins.web.tinker.service import TinkerService
 
 _SWEEP_S = 5.0
 _MAX_VALUES = 1 << 16
@@ -41,6 +43,7 @@ def create_app(
     adapters: Sequence[str] = (),
     settings: ApiSettings | None = None,
     endpoint: str | None = None,
+    state_dir: str | Path | None = None,
 ) -> FastAPI:
     """Returns an app for any ASGI server: ``uvicorn.run(create_app(model, tokenizer))``.
 
@@ -53,6 +56,7 @@ def create_app(
         adapters: ``DIR|REPO[@TAG]`` each; requests use one as ``model="NAME:REPO@TAG"``.
         settings: Keys and bounds. None: no keys, default bounds.
         endpoint: The Hub's address for adapters. None: ``HF_ENDPOINT``.
+        state_dir: Folder for runs and checkpoints: clients of Tinker's protocol may train adapters. None: they may not.
 
     Raises:
         ConfigError: If an adapter was made for another version of the model.
@@ -69,20 +73,23 @@ def create_app(
     for adapter in adapters:
         models.add(adapter)
     engine = Engine(models, tokenizer, settings)
+    prompts = Prompts(engine)
+    training = None if state_dir is None else TinkerService(engine, Path(state_dir), prompts.context)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sweeping = asyncio.create_task(_sweep(engine))
+        sweeping = asyncio.create_task(_sweep(engine, training))
         try:
             yield
         finally:
             sweeping.cancel()
+            if training is not None:
+                training.close()
             engine.close()
 
     # The documentation pages of FastAPI load their scripts from another host.
     app = FastAPI(title="swarm_plugins", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    prompts = Prompts(engine)
     app.include_router(models_router(models))
     app.include_router(chat_router(engine, prompts))
     app.include_router(completions_router(engine, prompts))
@@ -90,6 +97,8 @@ def create_app(
     source = source_of(model)
     if source is not None:
         app.include_router(state_router(source))
+    if training is not None:
+        app.include_router(tinker_router(training))
     app.include_router(metrics_router(engine))
     app.include_router(page_router(chat=True))
     app.add_middleware(Access, settings=settings, max_values=_MAX_VALUES + prompts.context)
@@ -105,7 +114,9 @@ def _name_of(model: PreTrainedModel) -> str:
     return folder.name if folder.is_file() else name
 
 
-async def _sweep(engine: Engine) -> None:
+async def _sweep(engine: Engine, training: TinkerService | None) -> None:
     while True:
         await asyncio.sleep(_SWEEP_S)
         engine.caches.drop_old()
+        if training is not None:
+            training.sessions.end_old()

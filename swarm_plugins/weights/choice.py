@@ -9,14 +9,17 @@ import torch
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.weights.formats.groups import GroupedFormat
 from swarm_plugins.weights.formats.int8 import Int8Format
+from swarm_plugins.weights.formats.nested import NestedFormat
 from swarm_plugins.weights.formats.nf4 import Nf4Format
+from swarm_plugins.weights.formats.nibbles import NibblesFormat
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import Kernel
 from swarm_plugins.weights.kernels.fp16 import Fp16Kernel, has_fbgemm
-from swarm_plugins.weights.kernels.int4pack import Int4PackKernel
+from swarm_plugins.weights.kernels.int4pack import Int4PackKernel, takes_groups
 from swarm_plugins.weights.kernels.int8 import HAS_DOT_PRODUCTS, Int8Kernel
 from swarm_plugins.weights.kernels.int8_fbgemm import Int8FbgemmKernel
 from swarm_plugins.weights.kernels.nf4 import Nf4Kernel
+from swarm_plugins.weights.kernels.nibbles import NibblesKernel
 from swarm_plugins.weights.kernels.onednn import OneDnnKernel, has_onednn
 from swarm_plugins.weights.kernels.plain import FewRowsKernel, PlainKernel, has_own_bfloat16
 from swarm_plugins.weights.kernels.widening import WideningKernel
@@ -40,12 +43,12 @@ def width_on(width: Width, device: torch.device) -> Width:
 
 
 def format_of(shape: tuple[int, int], bits: Width) -> QuantizingFormat:
-    """Returns the format of a weight ``[out, in]`` in 8, 4, 3, 2 bits or ``nf4``."""
+    """Returns the format of a weight ``[out, in]`` in fewer than 16 bits."""
     if bits == 8:
         return Int8Format(shape)
     if bits == NF4:
         return Nf4Format(shape)
-    return GroupedFormat(shape, bits)
+    return GroupedFormat(shape, bits) if isinstance(bits, int) else NestedFormat.of(shape, bits)
 
 
 def candidates(stored: StoredFormat) -> Mapping[str, Callable[[], Kernel]]:
@@ -97,6 +100,8 @@ def kernel_for(stored: StoredFormat, device: torch.device, name: str | None = No
         return Int8Kernel(stored)
     if isinstance(stored, Nf4Format):
         return Nf4Kernel(stored)
-    if isinstance(stored, GroupedFormat) and device.type == "cpu":
+    if isinstance(stored, GroupedFormat) and device.type == "cpu" and takes_groups(stored):
         return Int4PackKernel(stored)
+    if isinstance(stored, NibblesFormat) and device.type == "cpu":
+        return NibblesKernel(stored)
     return WideningKernel(stored)

@@ -19,8 +19,9 @@ KV_INT8 = "kv-int8"
 """How such sessions are announced, with how the weights are kept."""
 
 PLAIN, HALVES, GEMV, ONEDNN, FP16 = "plain", "halves", "gemv", "onednn", "fp16"
-INT_MM, FBGEMM = "int_mm", "fbgemm"
-KERNELS = (PLAIN, HALVES, GEMV, ONEDNN, FP16, INT_MM, FBGEMM)
+INT8_KERNELS = INT_MM, FBGEMM = "int_mm", "fbgemm"
+"""Of weights in 8 bits with a scale per row."""
+KERNELS = (PLAIN, HALVES, GEMV, ONEDNN, FP16, *INT8_KERNELS)
 """Kernels between which CPUs have a choice."""
 
 

@@ -56,13 +56,15 @@ class Page:
     # -- the browser --------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Goes to a new tab. What the page keeps belongs to a tab and an address, and a port may be given out twice."""
+        """Goes to a new tab, with nothing kept: that belongs to a tab or an address, and ports are given out twice."""
         old = self.driver.current_window_handle
         self.driver.switch_to.new_window("tab")
         new = self.driver.current_window_handle
         self.driver.switch_to.window(old)
         self.driver.close()
         self.driver.switch_to.window(new)
+        kept = {"origin": self.address, "storageTypes": "local_storage"}
+        self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", kept)
         self.look(width=1200)
         self.faults()
 

@@ -6,6 +6,7 @@ import pytest
 from axe_core_python.selenium import Axe
 from fake_api import Answer, FakeApi, broken
 from page_kit import Page
+from selenium.webdriver.common.keys import Keys
 
 pytestmark = pytest.mark.browser
 
@@ -33,6 +34,8 @@ def bring(page: Page, api: FakeApi, view: str) -> None:
         page.click(".thought summary")
         page.say("y" * 300)
         page.wait_text(".message .notice", "It failed.")
+        # The list of conversations lies over them on a phone.
+        page.click("#list-toggle")
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -56,3 +59,33 @@ def test_everybody_can_use_it(page: Page, api: FakeApi, look: str, view: str) ->
     loaded = page.run("return performance.getEntriesByType('resource').map((one) => one.name)")
     assert any(name.endswith("style.css") for name in loaded)
     assert [name for name in loaded if not name.startswith(f"{api.address}/")] == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 640), (360, 740), (390, 844), (412, 915)])
+def test_the_bars_take_a_tenth_of_a_phone(page: Page, api: FakeApi, width: int, height: int) -> None:
+    page.look(width=width, height=height)
+    page.open().say("Hello")
+    page.wait_answer("Hello there.")
+    bars = page.run(
+        "return [...document.querySelectorAll('.top, .composer')].map((one) => one.getBoundingClientRect().height)"
+    )
+    assert len(bars) == 2
+    assert sum(bars) <= height / 10
+    assert page.run("return document.querySelector('#scroll').clientHeight") >= 0.9 * height - 1
+
+
+def test_the_list_lies_over_the_conversation_on_a_phone(page: Page) -> None:
+    page.look(width=360, height=740)
+    page.open().say("Hello")
+    page.wait_answer("Hello there.")
+    assert not page.is_shown("#list")
+    page.click("#list-toggle")
+    assert page.run("return document.activeElement.textContent") == "Hello"
+    assert page.run("return document.querySelector('#chat').inert")
+    page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert not page.is_shown("#list")
+    assert page.run("return document.activeElement.id") == "list-toggle"
+    page.click("#list-toggle")
+    page.click("#conversations .open")
+    assert not page.is_shown("#list")
+    assert not page.run("return document.querySelector('#chat').inert")

@@ -41,8 +41,10 @@ def test_the_answer_is_never_html(page: Page, api: FakeApi) -> None:
     hostile = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script><b>bold</b>'
     api.answers = [Answer((f"{hostile}\n```html\n", hostile, "\n```\nend &amp; more"))]
     page.open().say(hostile)
-    page.wait_answer(f"{hostile}\n{hostile}\nend &amp; more")
+    page.wait(lambda: page.is_shown("#again"), "no answer")
+    assert page.one(".assistant .text p").text == hostile
     assert page.one(".text pre code").text == hostile
+    assert page.text(".assistant .text").endswith("end & more")
     assert page.text(".message.user .text") == hostile
     assert not page.all("#messages img, #messages script, #messages b")
     assert page.run("return window.hacked") is None
@@ -117,7 +119,7 @@ def test_settings_and_adapters_go_into_the_request(page: Page, api: FakeApi) -> 
     page.open()
     page.wait_text("#welcome-title", "Talk with SmolLM2-135M-Instruct")
     picker = Select(page.one("#model"))
-    assert [one.text for one in picker.options] == [MODEL, "with me/sotu-adapter@v1"]
+    assert [one.text for one in picker.options] == ["SmolLM2-135M-Instruct", "with me/sotu-adapter@v1"]
     page.click("#toggle")
     settings = {"system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "max_tokens": "64", "seed": "7"}
     for name, value in settings.items():

@@ -24,11 +24,24 @@ from swarm_plugins.parallel import (
 from swarm_plugins.testing import tiny_config
 
 SEQUENCE = 6
+VARIANTS: dict[str, dict[str, Any]] = {
+    "prmoe": {},
+    "prmoe-bias": {"mlp_bias": True},
+    # As in the paper, but for biases of keys, whose gradients are rounding alone.
+    "prmoe-gpt": {
+        "mlp_gated": False,
+        "mlp_bias": True,
+        "norm": "layer",
+        "position_embedding": "learned",
+        "max_position_embeddings": 32,
+    },
+}
 
 
 def mixture(family: str = "mixtral", num_experts: int = 8, num_layers: int = 2, **more: Any) -> PreTrainedModel:
     """A tiny model with as many experts in each layer as asked for; the same on every rank."""
-    if family == "prmoe":
+    if family in VARIANTS:
+        more = {**VARIANTS[family], **more}
         shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
         experts = [num_experts // 2] + [num_experts] * (num_layers - 1)
         more = {"experts_per_layer": experts, "vocab_size": 128, "num_hidden_layers": num_layers, **shape, **more}

@@ -3,73 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import re
-import selectors
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 import torch
+from api_kit import api, save_model
 from openai import AsyncOpenAI, OpenAI
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from web_kit import byte_tokenizer
 
 from swarm_plugins.callbacks.publishing import Publishing
 from swarm_plugins.local_hub import LocalHub
-from swarm_plugins.testing.models import save_tiny
 
 pytestmark = pytest.mark.swarm
 
-START_S = 120.0
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 WANTED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0}
-
-
-def save_model(family: str, path: Path, **settings: Any) -> Path:
-    byte_tokenizer().save_pretrained(save_tiny(family, path, **settings))
-    return path
-
-
-@contextlib.contextmanager
-def api(*arguments: str, hub: LocalHub | None = None, home: Path) -> Iterator[str]:
-    """Runs ``swarm api``; yields its address, and leaves by Ctrl-C."""
-    command = [sys.executable, "-m", "swarm_plugins", "api", "--port", "0", *arguments]
-    environment = {**os.environ, "HF_HOME": str(home)}
-    environment.pop("SWARM_INITIAL_PEERS", None)
-    if hub is not None:
-        environment["HF_ENDPOINT"] = hub.endpoint
-    log = home / "api.log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-    family: list[psutil.Process] = []
-    try:
-        assert process.stdout is not None
-        with selectors.DefaultSelector() as ready:
-            ready.register(process.stdout, selectors.EVENT_READ)
-            assert ready.select(START_S)
-        said = process.stdout.readline()
-        found = re.fullmatch(r"listening at (http://127\.0\.0\.1:\d+) \(API: \1/v1\)\n", said)
-        assert found is not None, said + log.read_text()
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield found[1]
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130, log.read_text()
-    assert not psutil.wait_procs(family, timeout=30)[1]
 
 
 def publish(base: Path, hub: LocalHub, repo: str) -> None:

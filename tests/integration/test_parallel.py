@@ -21,11 +21,14 @@ ANY_WORLD = [
     {"tp": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
     {"family": "prmoe"},
     {"family": "prmoe", "tp": 2, "ep_size": [1, 2]},
+    {"family": "prmoe-gpt", "ep_size": 1, "expert_slices": 2},
+    {"family": "prmoe-bias", "ep_size": 1, "expert_slices": 2},
 ]
 FOUR = [
     {"family": "olmoe", "ep_size": {0: 4, 1: 2}},
     {"ep_size": 4, "ep_implementation": "hierarchical_all_to_all", "ranks_per_node": 2},
     {"ep_size": 2, "expert_slices": 2},
+    {"family": "prmoe-gpt", "ep_size": 2, "expert_slices": 2},
     {"tp": 2, "ep_size": 4},
     {"tp": 2, "ep_size": 4, "ep_implementation": "coordinated_all_to_all"},
     {"tp": 2, "ep_size": 2, "expert_slices": 2, "ep_implementation": "coordinated_all_to_all"},

@@ -15,6 +15,7 @@ from swarm_plugins.backbone import served_blocks
 from swarm_plugins.client import connect
 from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.testing.models import save_tiny, tiny_model
+from swarm_plugins.weights.widths import Width
 
 IDS = torch.arange(5, 15)[None]
 
@@ -35,7 +36,16 @@ def store(base: Path) -> Path:
 
 
 @pytest.mark.swarm
-def test_a_chain_over_a_store_gives_the_numbers_of_the_store_loaded_here(base: Path, store: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "announced"),
+    [((4, 8), "experts-int4+others-int8"), (("2dq", "3dq"), "experts-2dq+others-3dq")],
+    ids=["int", "dq"],
+)
+def test_a_chain_over_a_store_gives_the_numbers_of_the_store_loaded_here(
+    base: Path, tmp_path: Path, bits: tuple[Width, Width], announced: str
+) -> None:
+    store = tmp_path / "store"
+    quantize_checkpoint(base, store, expert_bits=bits[0], other_bits=bits[1], progress=False)
     here = load_offloaded(store, OffloadConfig(fast_bytes=100_000), device="cpu")
     with (
         LocalSwarm(store, num_servers=2, offload="fast=60KB,prefetch=on", kv_bytes="16MB") as swarm,
@@ -43,8 +53,8 @@ def test_a_chain_over_a_store_gives_the_numbers_of_the_store_loaded_here(base: P
     ):
         remote = AutoSwarmModelForCausalLM.from_pretrained(base, connection=connection)
         assert [(one.start, one.end, one.quantization) for one in served_blocks(remote)] == [
-            (0, 2, "experts-int4+others-int8"),
-            (2, 4, "experts-int4+others-int8"),
+            (0, 2, announced),
+            (2, 4, announced),
         ]
         with torch.no_grad():
             found, expected = remote(IDS).logits, here(IDS).logits

@@ -30,11 +30,9 @@ WHY = {
     "do not run apart from each other": "layers hand on more than hidden states",
     "gives its layers hidden states of shape": "hidden states have other tokens or another order of axes",
     "cannot be served": "its window is made by the cache of transformers alone, and depends on how a text is cut",
-    "lacks .*: fetch it again": "its checkpoint keeps weights of blocks elsewhere",
     "needs another package": "its tower needs the package timm: with it, as `gemma3n_text`",
     "lists of decoder layers": "it has several lists of layers",
     "has no number of decoder layers": "its layers run on patches of bytes",
-    "transformers has no model for model_type": "transformers has no class for its language model alone",
 }
 """In the page's words, by the refusal."""
 PACKED = {
@@ -79,6 +77,7 @@ chunks. Padded batches with drafts can differ in `deepseek_v4` and `minimax_m3_v
 how a padded text is cut. `minimax`, `recurrent_gemma`, `rwkv` and `xlstm` keep their states in other ways than a cache
 of transformers: over a swarm they take one, as `past_key_values`, with beams and drafts, which their local models lack
 or get wrong; so beams and batches are compared with the local model without its cache. All their blocks are remote.
+`mllama` runs without images, and refuses them: blocks of their own, which are not called without one, look at these.
 
 A session keeps *keys and values* of each token, *states* (of recurrences and convolutions, or compressed tokens), or an
 *indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward: parts of prompts

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from type_models import SPANS, TYPES, VARIANTS, save_type
 
-from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, insert_module
 from swarm_plugins.backbone import swarm_connection
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.runner import SpanInputs
@@ -30,7 +30,7 @@ from swarm_plugins.borders import pieces
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.checkpoint.tried import DECODERS, ENCODERS
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 
 
 def _names(text: str) -> list[str]:
@@ -67,6 +67,8 @@ QUICK = (
     "gemma4_text",
     "zamba2",
     "zaya",
+    "inkling2_text",
+    "mllama",
     "minimax",
     "recurrent_gemma",
     "rwkv",
@@ -91,11 +93,9 @@ REFUSED = _reasons({
     "do not run apart from each other": "reformer",
     "gives its layers hidden states of shape": "cpmant xlnet",
     "cannot be served": "moshi",
-    "lacks .*: fetch it again": "inkling2_text",
     "needs another package": "gemma3n",
     "lists of decoder layers": "hrm_text",
     "has no number of decoder layers": "blt",
-    "transformers has no model for model_type": "mllama",
 })  # fmt: skip
 """Decoders that are refused, and what is said."""
 
@@ -209,6 +209,21 @@ def test_hidden_states_that_are_collected_inside_of_blocks_are_refused(tmp_path:
         with pytest.raises(UnsupportedError, match="collects them inside of blocks that are on servers"):
             remote(input_ids=ids, output_hidden_states=True)
         assert remote(input_ids=ids).logits.isfinite().all()
+
+
+def test_blocks_that_look_at_images_are_refused_with_one_and_passed_without(tmp_path: Path) -> None:
+    directory = save_type("mllama", tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = torch.arange(3, 9)[None]
+    with swarmed(directory) as (remote, _), torch.no_grad():
+        for use_cache in (False, True):
+            with pytest.raises(UnsupportedError, match=r"do not take .* cross_attention_states"):
+                remote(ids, cross_attention_states=torch.randn(1, 7, 32), use_cache=use_cache)
+        found, expected = (model(ids, output_hidden_states=True, use_cache=False) for model in (remote, local))
+        assert len(found.hidden_states) == len(expected.hidden_states) == 3  # without those of the two
+        assert all(map(torch.equal, found.hidden_states, expected.hidden_states))
+        with pytest.raises(ConfigError, match="calls that block with images alone"):
+            insert_module(remote, "mine", torch.nn.Identity(), after=1)
 
 
 # What only servers' own processes do: they measure their blocks before they offer them.

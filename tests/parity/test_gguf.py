@@ -17,6 +17,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.talk.turns import load_tokenizer
 from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.weights.published import placing
 
 pytest.importorskip("gguf")
 from gguf_models import FAMILIES, save_gguf
@@ -86,6 +87,26 @@ def test_shards_in_a_folder_are_one_model(tmp_path: Path) -> None:
     shards[1].unlink()
     with pytest.raises(CheckpointError, match=r"has \d of \d files like toy-00001-of-"):
         Checkpoint.open(tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "kind"), [("llama", "Q8_0"), ("mixtral", "Q4_0")])
+def test_in_bfloat16_weights_are_repacked_and_no_further_off(
+    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, twin = save_gguf(family, kind, tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, experts_implementation="eager").eval()
+    expected, errors = local(IDS).logits, []
+    for name in ("repacked", "widened"):
+        if name == "widened":
+            monkeypatch.setattr(placing, "repacking_of", lambda *_: None)
+        with caplog.at_level("INFO"), InProcessSwarm(file, dtype=torch.bfloat16) as swarm:
+            remote = AutoSwarmModelForCausalLM.from_pretrained(file, connection=swarm.connection, dtype=torch.float32)
+            errors.append(float((remote(IDS).logits - expected).norm() / expected.norm()))
+    assert errors[0] != errors[1]
+    assert errors[0] < 1.2 * errors[1] < 0.1
+    assert f"packed weights stay gguf ({kind}); on a CPU " in caplog.text
+    assert "are repacked once at load, so that no product widens them" in caplog.text
 
 
 ONE = pytest.mark.parametrize("served", [pytest.param(("llama", "Q4_K"), id="llama-Q4_K")], indirect=True)

@@ -50,7 +50,8 @@ def test_generation_has_the_lengths_and_nearly_the_logits_of_the_local_model(dir
             first = remote(found[:1, :150], use_cache=True)
             last = remote(found[:1, 150:], past_key_values=first.past_key_values).logits
             expected = local(found[:1]).logits[:, 150:]
-        assert float((last - expected).norm() / expected.norm()) < 0.05
+        # Of the median token: a router may send some to other experts.
+        assert float(((last - expected).norm(dim=-1) / expected.norm(dim=-1)).median()) < 0.02
         assert {one.quantization for one in served_blocks(remote)} == {"kv-int8"}
 
 

@@ -23,7 +23,8 @@ from swarm_plugins.weights.widths import Width
 CPU = torch.device("cpu")
 FEW = OffloadConfig(fast_bytes=60_000)
 # Logits of about one. 8 bits: activations have 16. Fewer: activations and products are rounded to bfloat16.
-LIMITS: dict[Width, float] = {8: 2e-3, 4: 0.1, "nf4": 0.1, 3: 0.1, 2: 0.1}
+FEW_BITS: list[Width] = [4, "nf4", 3, 2, "4dq", "3dq", "2dq"]
+LIMITS: dict[Width, float] = {8: 2e-3, **dict.fromkeys(FEW_BITS, 0.1)}
 
 
 def widened(weight: Tensor, bits: Width, *, is_fitted: bool) -> Tensor:
@@ -69,14 +70,15 @@ def test_a_store_of_8_bits_computes_with_its_rounded_weights(tmp_path: Path, fam
     assert float((logits(model, ids) - expected).abs().max()) < LIMITS[8]
 
 
-@pytest.mark.parametrize("bits", [4, "nf4", 3, 2])
+@pytest.mark.parametrize("bits", FEW_BITS)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_stores_of_few_bits_compute_with_their_rounded_weights(tmp_path: Path, family: str, bits: Width) -> None:
     plain = save_toy(family, tmp_path / "plain")
-    quantize_checkpoint(tmp_path / "plain", tmp_path / "q", expert_bits=bits, other_bits=4, progress=False)
+    others: Width = "4dq" if str(bits).endswith("dq") else 4
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "q", expert_bits=bits, other_bits=others, progress=False)
     model = load_offloaded(tmp_path / "q", FEW, device="cpu")
     ids = tokens(1, 12)
-    expected = logits(reference(plain, bits, 4, is_fitted=True), ids)
+    expected = logits(reference(plain, bits, others, is_fitted=True), ids)
     assert float((logits(model, ids) - expected).abs().mean()) < LIMITS[bits] / 4
 
 
@@ -113,7 +115,7 @@ def test_generation_goes_on_from_the_cache(tmp_path: Path) -> None:
     assert found.tolist() == model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False).tolist()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("bits", [8, 4, "nf4"])
+@pytest.mark.parametrize("bits", [8, 4, "nf4", "4dq", "2dq"])
 def test_adapters_train_on_a_quantized_model_as_on_one_with_its_rounded_weights(tmp_path: Path, bits: Width) -> None:
     plain = save_toy("mixtral", tmp_path / "plain")
     quantize_checkpoint(tmp_path / "plain", tmp_path / "q", expert_bits=bits, other_bits=bits, progress=False)
@@ -135,7 +137,7 @@ def test_adapters_train_on_a_quantized_model_as_on_one_with_its_rounded_weights(
     assert found.keys() == expected.keys()
     assert len(found) == 12
     # A product with nf4 is that of the widened weight in float32; the others round activations.
-    limit = {8: 1e-2, 4: 0.3, "nf4": 1e-5}[bits]
+    limit = {8: 1e-2, "nf4": 1e-5}.get(bits, 0.3)
     for name, one in found.items():
         assert float((one - expected[name]).norm() / expected[name].norm()) < limit, name
 

@@ -109,6 +109,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": _CONV},
     "lfm2_moe": {"layer_types": _CONV},
     "mamba2": {"head_dim": 16},
+    # Blocks that look at images, on both sides of a border.
+    "mllama": {"text_config": {"cross_attention_layers": [1, 2]}},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "index_n_heads": 2,
@@ -157,6 +159,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "mpt/positions": {"attn_config": {"alibi": False}},
     "opt/post_norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "phi/qk_norm": {"qk_layernorm": True},
+    # What the last block gets is gathered, too.
+    "inkling2_text/threes": {"n_layers_per_attn_res_block": 3},
+    "mllama/last": {"text_config": {"cross_attention_layers": [3]}},
     "phi3/longrope": {
         "original_max_position_embeddings": WINDOW,
         "rope_parameters": {
@@ -182,6 +187,8 @@ SPANS: Mapping[str, list[tuple[int, int]]] = {
     # Nor are those that share an indexer's choice.
     "glm_moe_dsa": [(0, 3), (3, 4)],
     "hy_v4": [(0, 3), (3, 4)],
+    # A server whose block is not called without images.
+    "mllama/last": [(0, 3), (3, 4)],
 }
 """Blocks of each server, if not two halves."""
 # Transformers finds no weights in these types' multimodal checkpoints when it loads the language model alone.

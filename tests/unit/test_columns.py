@@ -77,9 +77,29 @@ def test_the_arguments_of_layers_that_come_from_embeddings_are_found() -> None:
     shared, own = random(1, 3, D), [random(1, 3, 2, 2), random(1, 3, 2, 2)]
     mask, ids = torch.zeros(1, 1, 3, 3), torch.zeros(1, 3, dtype=torch.long)
     calls = {block: arguments_of([own[block], mask, None], {"again": shared, "ids": ids}) for block in range(2)}
-    columns = find_columns((1, 3), (1, 3, D), calls, lambda block, key, value: True)
+    columns = find_columns((1, 3), {0: random(1, 3, D)}, calls, lambda block, key, value: True)
     assert columns == Columns(shapes=((2, 2), (D,), (2, 2)), taken={0: {0: 0, "again": 1}, 1: {0: 2, "again": 1}})
     sides = columns.collect(calls, random(1, 3, D))
     assert all(map(torch.equal, sides, [own[0], shared, own[1]]))
     assert columns.given(1, sides) == {0: sides[2], "again": sides[1]}
-    assert find_columns((1, 3), (4, 1, 3, D), calls, lambda block, key, value: False) == Columns(are_streams_first=True)
+    streams = {0: random(4, 1, 3, D)}
+    assert find_columns((1, 3), streams, calls, lambda block, key, value: False) == Columns(are_streams_first=True)
+
+
+def test_inputs_of_layers_that_later_ones_get_are_found() -> None:
+    inputs = {block: random(1, 3, D) + block for block in range(5)}
+    inputs[0].fill_(torch.nan)  # made of embeddings, which a server lacks
+    calls = {
+        block: arguments_of([torch.stack([inputs[one] for one in seen], 2) if seen else torch.zeros(1, 3, 0, D)], {})
+        for block, seen in enumerate(([], [0], [0], [0, 2], [0, 2]))
+    }
+
+    def is_side(block: int, key: int | str, value: Tensor) -> bool:
+        return bool(value.isnan().any())
+
+    columns = find_columns((1, 3), inputs, calls, is_side)
+    # That of the last layer may be needed behind it.
+    assert columns == Columns(shapes=((D,),) * 3, gathered={0: 0, 2: 1, 4: 2})
+    assert not torch.cat(columns.collect(calls, inputs[1])).any()
+    calls[3] = arguments_of([torch.stack([inputs[0], random(1, 3, D) + 9], 2)], {})
+    assert find_columns((1, 3), inputs, calls, is_side).taken == {3: {0: 0}}  # something else that is made of them

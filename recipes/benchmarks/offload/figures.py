@@ -36,6 +36,8 @@ class ArmName(StrEnum):
     NO_GUESSES = "without speculative loading"
     BARE = "without cache and speculation"
     ACCELERATE = "accelerate disk offload"
+    NAIVE = "every expert of a layer for each token"
+    """What naive offloading reads, where accelerate cannot load the model: one in few bits."""
 
     @property
     def is_ours(self) -> bool:
@@ -44,7 +46,7 @@ class ArmName(StrEnum):
         Without a control group only these arms run under a limit, on private memory: accelerate maps the files it
         reads, which such a limit counts although they are page cache. Its cache is dropped between tokens.
         """
-        return self in (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE)
+        return self in (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE, ArmName.NAIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ class OffloadReport(Report):
     """All figures of one run."""
 
     share: float
+    policy: str = "counting"
     expert_bytes: int = 0
     fast_bytes: int = 0
     budget_bytes: int = 0
@@ -161,7 +164,7 @@ def _at_most(report: OffloadReport, name: str, value: float, goal: float) -> Non
 
 def _arms_table(report: OffloadReport) -> Table:
     headings = ("", "tokens/s", "of resident", "read/token", "CPU s/token", "hits", "recall", "waits", "peak", "load")
-    table = new_table(f"{report.command}: {report.model}, {report.share:.0%} of the experts", headings)
+    table = new_table(f"{report.command}: {report.model}, {report.share:.0%} of the experts, {report.policy}", headings)
     resident = report.find(ArmName.RESIDENT)
     for one in report.arms:
         table.add_row(

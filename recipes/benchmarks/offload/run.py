@@ -25,6 +25,7 @@ from swarm_plugins.offload.plan.forecast import Speeds, forecast
 from swarm_plugins.offload.plan.measure import step_seconds
 from swarm_plugins.offload.plan.plan import measured_disk
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
+from swarm_plugins.offload.store.quantized_store import is_quantized_store
 from swarm_plugins.sizes import format_bytes
 
 PROMPT_TOKENS = 48
@@ -50,6 +51,7 @@ def bench_offload(
     *,
     random_scale: float | None,
     fast: str,
+    policy: str,
     without: Sequence[str],
     new_tokens: int,
     rounds: int,
@@ -62,6 +64,7 @@ def bench_offload(
         model: Directory of the model.
         random_scale: Scale of a random model to use instead, written if necessary.
         fast: Share of the experts in memory, such as ``25%``.
+        policy: Which experts stay there, as `OffloadConfig` calls it.
         without: Names of arms to leave out.
         new_tokens: Tokens decoded per round.
         rounds: Rounds after one to warm up.
@@ -73,11 +76,15 @@ def bench_offload(
         SwarmError: If the arms decode different tokens, or an arm's process ends.
     """
     share, arms = parse_share(fast), _arms(without)
+    OffloadConfig(policy=policy)  # names what is wrong
     if plot is not None:
         check_writable(plot, "the picture")
     torch.set_num_threads(1)
     directory = _directory(model, random_scale, progress)
-    report = OffloadReport(command="benchmark offload", model=directory.resolve().name, share=share)
+    report = OffloadReport(command="benchmark offload", model=directory.resolve().name, share=share, policy=policy)
+    if is_quantized_store(directory):
+        arms = [*(arm for arm in arms if arm.is_ours), ArmName.NAIVE]
+        report.notes.append("the model is in few bits, which transformers does not load: no arm of transformers")
     report.rounds, report.new_tokens = rounds, new_tokens
     _measure(report, directory, arms, progress)
     if report.speeds is not None:
@@ -105,7 +112,7 @@ def _arms(without: Sequence[str]) -> list[ArmName]:
     if unknown:
         raise ConfigError(f"invalid --without {unknown[0]!r}: expected {' or '.join(_LEAVE_OUT)}")
     left_out = {_LEAVE_OUT[name] for name in without}
-    return [arm for arm in ArmName if arm not in left_out]
+    return [arm for arm in ArmName if arm not in left_out and arm is not ArmName.NAIVE]
 
 
 def _directory(model: Path | None, random_scale: float | None, progress: Progress) -> Path:
@@ -151,6 +158,7 @@ def _measure(report: OffloadReport, directory: Path, arms: Sequence[ArmName], pr
                 directory=str(directory),
                 fast_bytes=report.fast_bytes,
                 smallest_bytes=smallest,
+                policy=report.policy,
                 limit_bytes=0 if arm is ArmName.RESIDENT else report.limit_bytes,
             )
             running[arm] = stack.enter_context(ArmProcess(job))

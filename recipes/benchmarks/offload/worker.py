@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     fast_bytes: int
     smallest_bytes: int
+    policy: str
+    """Of `OffloadConfig`, where experts are kept."""
     limit_bytes: int
     """Memory limit of the process, without the libraries; 0: no limit."""
     group: str = ""
@@ -132,11 +135,17 @@ class LoadedArm:
 
 @contextlib.contextmanager
 def load_arm(
-    arm: ArmName, directory: Path, *, fast_bytes: int, smallest_bytes: int, has_bounded_cache: bool
+    arm: ArmName,
+    directory: Path,
+    *,
+    fast_bytes: int,
+    smallest_bytes: int,
+    policy: str,
+    has_bounded_cache: bool,
 ) -> Iterator[LoadedArm]:
     """Loads the model in one of the ways; ``has_bounded_cache`` if the memory limit includes the page cache.
 
-    Experts get ``fast_bytes``, or ``smallest_bytes`` in the arm without a cache.
+    Experts get ``fast_bytes``, or ``smallest_bytes`` in the arms without a cache.
     """
     if arm is ArmName.RESIDENT:
         yield LoadedArm(frozen(_load_all(directory, {})), lambda: None)
@@ -146,11 +155,28 @@ def load_arm(
             files = [*directory.glob("*.safetensors"), *(path for path in Path(folder).rglob("*") if path.is_file())]
             yield LoadedArm(frozen(model), (lambda: None) if has_bounded_cache else (lambda: _drop_page_cache(files)))
     else:
+        keeps = arm in (ArmName.FULL, ArmName.NO_GUESSES)
         config = OffloadConfig(
-            fast_bytes=smallest_bytes if arm is ArmName.BARE else fast_bytes,
+            fast_bytes=fast_bytes if keeps else smallest_bytes,
             prefetch=arm is ArmName.FULL,
+            policy=policy if keeps else "counting",
         )
-        yield LoadedArm(frozen(load_offloaded(directory, config, device="cpu")), lambda: None)
+        model = load_offloaded(directory, config, device="cpu")
+        if arm is ArmName.NAIVE:
+            _read_every_expert(model)
+        yield LoadedArm(frozen(model), lambda: None)
+
+
+def _read_every_expert(model: PreTrainedModel) -> None:
+    """Lets each layer borrow all its experts, whichever it computes with."""
+    for module in filter(is_fused_experts, model.modules()):
+        loans: Any = module._loans
+        loans.borrow = functools.partial(_borrow_all, loans.borrow, range(int(module.num_experts)))  # type: ignore[arg-type]
+
+
+def _borrow_all(borrow: Callable[..., Any], every: range, experts: Sequence[int], **options: Any) -> Iterator[Any]:
+    with contextlib.closing(borrow(every, **options)) as lent:
+        yield from (loan for loan in lent if loan[0] in experts)
 
 
 def _load_all(directory: Path, options: dict[str, Any]) -> PreTrainedModel:
@@ -207,6 +233,7 @@ def main() -> None:
                 directory,
                 fast_bytes=job.fast_bytes,
                 smallest_bytes=job.smallest_bytes,
+                policy=job.policy,
                 has_bounded_cache=bool(job.group),
             )
             loaded = stack.enter_context(arm_loading)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swarm_plugins.block_io import RETURN_FORMS, as_returned
 from swarm_plugins.blocks.calls import Call, SkippedBlock, Watched
@@ -36,15 +36,16 @@ class _First(SkippedBlock):
 class _Noting(SkippedBlock):
     """A block that notes its arguments, and hands on nothing that comes from the embeddings."""
 
-    def __init__(self, original: nn.Module, num_returned: int, noted: list[Arguments]) -> None:
-        super().__init__(original, num_returned)
+    def __init__(self, cut: CutModel, block: int, noted: dict[int, tuple[Tensor, Arguments]]) -> None:
+        super().__init__(cut.layers[block], cut.num_returned)
+        self._block = block
         self._noted = noted
         self.handed: Sequence[Tensor] = ()
         """What it returns behind hidden states."""
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._noted.append(arguments_of(args, kwargs))
-        hidden = torch.zeros_like(hidden_states)
+        self._noted[self._block] = hidden_states, arguments_of(args, kwargs)
+        hidden = torch.full_like(hidden_states, len(self._noted))
         return (hidden, *self.handed) if self.handed else super().__call__(hidden)
 
 
@@ -71,8 +72,8 @@ def own_shape(cut: CutModel) -> Sequence[int]:
 def learn_form(cut: CutModel) -> Tensor:
     """Finds out what passes between layers, and returns random values of it for 3 tokens.
 
-    Sets ``cut.num_returned``, ``cut.columns``, ``cut.hidden_size``, and ``cut.attention`` to the family's own if its
-    layers take masks apart.
+    Sets ``cut.num_returned``, ``cut.called``, ``cut.columns``, ``cut.hidden_size``, and ``cut.attention`` to the
+    family's own if its layers take masks apart.
     """
     shape = own_shape(cut)
     try:
@@ -91,7 +92,7 @@ def _learn_form(cut: CutModel, shape: Sequence[int]) -> Tensor:
         cut.num_returned = number
         seen: list[Any] = []
         try:
-            cut.columns = _columns(cut, shape)
+            cut.columns = _columns(cut)
             cut.hidden_size = math.prod(shape) // 3 + cut.columns.width
             hidden = random(cut, torch.Generator().manual_seed(SEED), 1, 3)
             _run_seen(cut, cut.blocks, hidden, _Whole, seen)
@@ -100,7 +101,7 @@ def _learn_form(cut: CutModel, shape: Sequence[int]) -> Tensor:
             continue
         returned = [() if isinstance(one, Tensor) else one for one in seen]
         # In another form the model may well run: the first row of a tensor is a tensor.
-        if len(returned[-1]) != number:
+        if returned and len(returned[-1]) != number:
             reasons.append(f"they return {len(returned[-1])} values")
             continue
         has_more = any(isinstance(one, Tensor) for values in returned for one in values[1:])
@@ -117,13 +118,15 @@ def _learn_form(cut: CutModel, shape: Sequence[int]) -> Tensor:
     )
 
 
-def _columns(cut: CutModel, shape: Sequence[int]) -> Columns:
+def _columns(cut: CutModel) -> Columns:
     """Returns what passes between layers: what is made of the embeddings, whose values are absent, is NaN."""
-    noted: list[Arguments] = []
-    table = [_Noting(layer, cut.num_returned, noted) for layer in cut.layers]
+    noted: dict[int, tuple[Tensor, Arguments]] = {}
+    table = [_Noting(cut, block, noted) for block in range(len(cut.layers))]
     call = Call(blocks=cut.blocks, table=table, attention=cut.attention)
     cut.run_model(call, _ids(cut))
-    return find_columns((1, 3), shape, dict(enumerate(noted)), lambda block, key, value: bool(value.isnan().any()))
+    cut.called = list(noted) if len(noted) < len(cut.layers) else range(len(cut.layers))
+    inputs, calls = (dict(zip(noted, some, strict=True)) for some in zip(*noted.values(), strict=True))
+    return find_columns((1, 3), inputs, calls, lambda block, key, value: bool(value.isnan().any()))
 
 
 def _carried(cut: CutModel, returned: Sequence[Any]) -> dict[int | str, int]:
@@ -131,14 +134,14 @@ def _carried(cut: CutModel, returned: Sequence[Any]) -> dict[int | str, int]:
 
     What is handed on to tied blocks does not travel, nor do indices: blocks that are not tied choose tokens themselves.
     """
-    noted: list[Arguments] = []
-    table = [_Noting(layer, cut.num_returned, noted) for layer in cut.layers]
+    noted: dict[int, tuple[Tensor, Arguments]] = {}
+    table = [_Noting(cut, block, noted) for block in range(len(cut.layers))]
     table[0].handed = handed = [torch.zeros(1, 3, 1, device=cut.device) for _ in range(1, cut.num_returned)]
     try:
         cut.run_model(Call(blocks=cut.blocks, table=table, attention=cut.attention), _ids(cut))
     except FAULTS:
         return {}
-    found = find_carried(handed, noted[1]) if len(noted) > 1 and not cut.tied else {}
+    found = find_carried(handed, noted[1][1]) if 1 in noted and not cut.tied else {}
     return {key: place for key, place in found.items() if returned[place].is_floating_point()}
 
 

@@ -167,11 +167,15 @@ class PRMoEConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> Self:
-        """Returns the config of a model of the paper's Table 1, the GPT that it describes.
+        """Returns the config of a model of the paper, the GPT that it describes.
 
         Args:
             name: ``"350M+PR-MoE-32/64"`` (4.1 billion parameters), ``"1.3B+PR-MoE-64/128"`` (31.4), ``"350M+MoE-128"``
-                (13.1), ``"1.3B+MoE-128"`` (52.5), or one of the dense ``"350M"``, ``"1.3B"`` and ``"6.7B"``.
+                (13.1), ``"1.3B+MoE-128"`` (52.5), or one of the dense ``"350M"``, ``"1.3B"`` and ``"6.7B"`` (Tables 1
+                and 4); the students of both PR-MoEs, the same with ``+L21`` (3.5 and 27, Table 5);
+                ``"2.4B+MoE-128"`` (107), ``"8B+MoE-128"`` (349), ``"24B+MoE-128"`` (1,047) and ``"47B+MoE-128"``
+                (2,025, Table 6); and, of the ablation, ``"350M+MoE-32"``, ``"350M+Pyramid-MoE-32/64"`` and
+                ``"350M+Residual-MoE-32"``.
             settings: Settings that differ from the paper's, such as ``vocab_size``.
 
         Raises:

@@ -45,6 +45,7 @@ class PRMoEExperts(nn.Module):
     # Set by the decorator.
     has_gate: bool
     has_bias: bool
+    _is_expert_parallel: bool
     _apply_gate: Callable[[Tensor], Tensor]
 
     def __init__(self, config: PRMoEConfig, num_experts: int) -> None:
@@ -135,6 +136,9 @@ class PRMoESparseMoeBlock(nn.Module):
         self.gate = PRMoETopKRouter(config, num_experts)
         self.experts = PRMoEExperts(config, num_experts)
         self.experts.has_gate, self.experts.has_bias = config.mlp_gated, config.mlp_bias
+        # Tells transformers' implementations that indices past the last mean no expert: without, the rows of dropped
+        # choices are memory that nobody wrote, and weight 0 does not make a NaN one.
+        self.experts._is_expert_parallel = config.capacity_factor is not None
         self.residual_mlp = None if config.residual is None else PRMoEMLP(config)
         self.residual_coefficient = nn.Linear(config.hidden_size, 2) if config.residual == "learned" else None
 
@@ -142,9 +146,6 @@ class PRMoESparseMoeBlock(nn.Module):
         """Takes and returns ``[B, S, D]``."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, D]
         _, weights, index = self.gate(flat)
-        if self.config._experts_implementation == "batched_mm":
-            # It looks up every index; what is dropped has weight 0.
-            index = index.clamp(max=self.gate.num_experts - 1)
         output: Tensor = self.experts(flat, index, weights)
         if self.residual_mlp is not None:
             dense = self.residual_mlp(flat)

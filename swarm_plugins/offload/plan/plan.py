@@ -16,12 +16,10 @@ from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
 from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds, widening_rate
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
 from swarm_plugins.sizes import format_bytes, size_of
-from swarm_plugins.weights.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
+from swarm_plugins.weights.widths import WIDTHS, Width, num_bits, stored_bits
 
 RUNTIME_BYTES = 450_000_000
 """What Python, torch and transformers take before any model."""
-# For each group a scale and an offset of 16 bits each, or a scale of 32.
-_GROUP_BITS = 32
 # An average NVMe disk; reported as an assumption wherever it is used.
 _ASSUMED_DISK_BYTES_PER_S = 1_000_000_000.0
 # What is free now is not free to the last byte.
@@ -187,11 +185,7 @@ def measured_disk(checkpoint: Checkpoint, block_bytes: int) -> tuple[float, floa
 
 def stored_bits_ratio(width: Width, original_bits: int) -> float:
     """Returns the size of quantized experts over the size of the original ones, scales included."""
-    bits = num_bits(width)
-    if bits >= original_bits:
-        return 1.0
-    scales = _GROUP_BITS / GROUP_SIZES[width] if width in GROUP_SIZES else 0.0
-    return (bits + scales) / original_bits
+    return 1.0 if num_bits(width) >= original_bits else stored_bits(width) / original_bits
 
 
 def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> tuple[Alternative, ...]:
@@ -199,7 +193,7 @@ def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) 
         return ()
     original_bits = num_bits(sizes.expert_bits)
     # Whole numbers only: by size and reads, nf4 is the same as 4.
-    narrower = [bits for bits in EXPERT_BITS if isinstance(bits, int) and bits < original_bits]
+    narrower = [bits for bits in WIDTHS if isinstance(bits, int) and bits < original_bits]
     ratios = {bits: stored_bits_ratio(bits, original_bits) for bits in sorted(narrower, reverse=True)}
     return tuple(
         Alternative(

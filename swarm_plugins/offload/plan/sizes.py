@@ -24,6 +24,7 @@ from swarm_plugins.offload.store.quantized_store import open_quantized
 from swarm_plugins.weights.published.placing import plain_names
 from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.published.widening import Widening, widening_of
+from swarm_plugins.weights.repacking import repacking_of
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
@@ -138,10 +139,14 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
 
 
 def _saved_bytes(moe: MoeCheckpoint) -> int:
-    """Returns how much less packed linear layers take than plain ones."""
+    """Returns how much less packed linear layers take than plain ones, in the form that a CPU gives them."""
     linears = {} if moe.placing is None else moe.placing.linears
-    packed = sum(part.num_bytes for weight in linears.values() for part in weight.format.parts)
-    return sum(math.prod(weight.format.shape) for weight in linears.values()) * moe.dtype.itemsize - packed
+    forms: list[StoredFormat] = []
+    for weight in linears.values():
+        found = repacking_of(weight.format, moe.dtype)
+        forms.append(weight.format if found is None else found.format)
+    packed = sum(part.num_bytes for form in forms for part in form.parts)
+    return sum(math.prod(form.shape) for form in forms) * moe.dtype.itemsize - packed
 
 
 def _published_sizes(moe: MoeCheckpoint, layers: Sequence[ExpertLayer]) -> PublishedSizes | None:
@@ -155,7 +160,7 @@ def _published_sizes(moe: MoeCheckpoint, layers: Sequence[ExpertLayer]) -> Publi
     if not known:
         return None
     return PublishedSizes(
-        widening=widening_of(moe.placing, moe.dtype),
+        widening=widening_of(moe.placing, moe.dtype, keeps_experts=True),
         token_weights=in_experts + sum(math.prod(one.shape) for one in others),
         sample=known[0],
     )

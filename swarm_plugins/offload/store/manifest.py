@@ -13,7 +13,7 @@ from swarm_plugins import __version__
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.offload.interfaces import FLOATS, BufferLayout
 from swarm_plugins.versions import ModelVersion
-from swarm_plugins.weights.widths import EXPERT_BITS, GROUP_SIZES, NF4, OTHER_BITS, Width, width_text
+from swarm_plugins.weights.widths import GROUP_SIZES, NF4, WIDTHS, Width, width_text
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "swarm_quantized.json"
@@ -149,12 +149,9 @@ def _check(manifest: Manifest) -> None:
     if len(manifest.base) > _MAX_CHARS:
         raise ValueError(f"its base is not a model version, but {len(manifest.base)} characters")
     _ = manifest.base_version
-    for name, bits, allowed in (
-        ("expert_bits", manifest.expert_bits, EXPERT_BITS),
-        ("other_bits", manifest.other_bits, OTHER_BITS),
-    ):
-        if bits not in allowed:
-            raise ValueError(f"{name} is {bits}, expected one of {', '.join(map(str, allowed))}")
+    for name, bits in (("expert_bits", manifest.expert_bits), ("other_bits", manifest.other_bits)):
+        if bits not in WIDTHS:
+            raise ValueError(f"{name} is {bits}, expected one of {', '.join(map(str, WIDTHS))}")
         if bits in GROUP_SIZES and manifest.group_sizes.get(str(bits)) != GROUP_SIZES[bits]:
             found = manifest.group_sizes.get(str(bits))
             raise ValueError(

@@ -15,11 +15,14 @@ from swarm_plugins.weights.choice import candidates
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.linears import MIN_FEATURES
+from swarm_plugins.weights.published.weights import Published
 from swarm_plugins.weights.stored import QuantizingFormat
 from swarm_plugins.weights.trial import chosen
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 _EXPERTS = ".experts."
+_ROWS_OF_INT8 = ("bnb-int8", "int-quantized")
+"""Published formats that servers of 16 bits multiply with as our int8 is."""
 
 
 def kernel_of(checkpoint: Checkpoint, blocks: range, config: ServeConfig, device: torch.device) -> str | None:
@@ -37,6 +40,9 @@ def kernel_of(checkpoint: Checkpoint, blocks: range, config: ServeConfig, device
             )
         return None
     what = config.quantization if config.quantization != "none" else _dtype_name(checkpoint, config)
+    published = Published.of(checkpoint)
+    if published is not None and published.name in _ROWS_OF_INT8 and what != "float32":
+        what = "int8"
     make = _format_maker(what)
     if config.kernel is not None:
         known = {} if make is None else candidates(make((MIN_FEATURES, MIN_FEATURES)))

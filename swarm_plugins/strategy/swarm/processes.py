@@ -91,13 +91,22 @@ class Processes:
         return {"num_replicas": self.world_size, "rank": self.global_rank} if self.is_distributed else None
 
     def set_world_ranks(self) -> None:
-        """Numbers the processes."""
+        """Numbers the processes.
+
+        Raises:
+            ConfigError: If more of them were started on this machine than have a device.
+        """
         environment, wanted = self.cluster_environment, self._num_nodes * self.num_processes
         if wanted > 1:
             environment.set_global_rank(environment.node_rank() * self.num_processes + environment.local_rank())
             environment.set_world_size(wanted)
         elif not environment.creates_processes_externally or environment.world_size() == 1:
             return
+        if environment.local_rank() >= self.num_processes:
+            raise ConfigError(
+                f"this is process {environment.local_rank()}, counted from 0, of those that were started on this "
+                f"machine, and there is devices={self.num_processes}: pass devices= as many as are started on each"
+            )
         self.global_rank, self.local_rank = environment.global_rank(), environment.local_rank()
         self.world_size = environment.world_size()
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]

@@ -6,8 +6,6 @@ what a copy adds in memory is its adapter. All that have the base's output layer
 
 from __future__ import annotations
 
-import copy
-import itertools
 import re
 import threading
 from collections import OrderedDict
@@ -17,6 +15,7 @@ from typing import Any
 
 from peft import PeftModel
 
+from swarm_plugins.backbone.twin import twin
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.web.engine.heads import SharedHead, share_head
 from swarm_plugins.weights.plain_linears import has_plain_weight
@@ -61,6 +60,8 @@ class Models:
         """Those given at the start."""
         self._loaded: OrderedDict[str, Any] = OrderedDict()
         """Those that requests have named, the least recently used one first."""
+        self._held: dict[str, Any] = {}
+        """Those that no request may name."""
         self._lock = threading.Lock()
 
     @property
@@ -84,7 +85,7 @@ class Models:
             raise UnknownModelError(
                 f"the model {model[:200]!r} does not exist here; this server has {', '.join(self.names())}"
             )
-        if self.has(adapter):
+        if adapter in self._adapters or adapter in self._loaded:
             return adapter
         if not self._load_unknown:
             raise UnknownModelError(
@@ -102,7 +103,7 @@ class Models:
 
     def has(self, adapter: str | None) -> bool:
         """Returns whether a model is in memory: with this adapter, or without any."""
-        return adapter is None or adapter in self._adapters or adapter in self._loaded
+        return adapter is None or adapter in self._adapters or adapter in self._loaded or adapter in self._held
 
     def get(self, adapter: str | None) -> Any:
         """Returns the model with an adapter; loading it may evict the adapter that was used least recently.
@@ -117,6 +118,8 @@ class Models:
             return self._plain
         if adapter in self._adapters:
             return self._adapters[adapter]
+        if adapter in self._held:
+            return self._held[adapter]
         with self._lock:
             if adapter not in self._loaded:
                 room = self._max_adapters - len(self._adapters)
@@ -137,14 +140,16 @@ class Models:
             raise CapacityError(f"more than {self._max_adapters} adapters are given, the most that this server takes")
         self._adapters[adapter] = self._with_adapter(adapter)
 
+    def hold(self, name: str, model: Any) -> None:
+        """Takes a model that has an adapter already, under a name that requests do not know; until `release`."""
+        self._held[name] = share_head(model, self._head)
+
+    def release(self, name: str) -> None:
+        """Drops a model that was held. Idempotent."""
+        self._held.pop(name, None)
+
     def _with_adapter(self, adapter: str) -> Any:
         return share_head(self._load(twin(self.base), adapter).eval(), self._head)
-
-
-def twin(model: Any) -> Any:
-    """Returns a copy of a model's structure that shares all its tensors."""
-    shared: dict[int, Any] = {id(one): one for one in itertools.chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 def is_prompt_learning(model: Any) -> bool:

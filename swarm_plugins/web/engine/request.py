@@ -31,6 +31,12 @@ class Generation:
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they are not part of it."""
 
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end an answer besides the model's; they are part of it."""
+
+    never_ends: bool = False
+    """Whether answers go on after the model's own ends."""
+
     logprobs: int | None = None
     """How many likely alternatives are wanted for each token. None: not even its own probability."""
 

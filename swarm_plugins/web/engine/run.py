@@ -51,7 +51,8 @@ class Run:
         self._caches = caches
         self._emit = emit
         self._recorder = Recorder() if request.logprobs is not None else None
-        self._answers = Answers(request, tokenizer, end_tokens(models.base), emit, self._recorder)
+        ends = frozenset(request.stop_tokens) | (frozenset() if request.never_ends else end_tokens(models.base))
+        self._answers = Answers(request, tokenizer, ends, emit, self._recorder)
         self._cache: Cache | None = None
         self._lock = threading.Lock()
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
+from pathlib import PurePath
 
 from fastapi import APIRouter, Request, Response
 
 __all__ = ["page_router"]
 
-_TYPES = {
-    "chat.js": "text/javascript",
-    "common.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-    "style.css": "text/css",
-    "swarm.js": "text/javascript",
-}
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript", ".svg": "image/svg+xml"}
 _POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -28,6 +23,8 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+_LIBRARY_HEADERS = {**_HEADERS, "Cache-Control": "public, max-age=31536000, immutable"}
+"""Their names have their versions."""
 
 
 def page_router(chat: bool) -> APIRouter:
@@ -39,17 +36,18 @@ def page_router(chat: bool) -> APIRouter:
     folder = files(__name__)
     index = (folder / "index.html").read_text(encoding="utf-8")
     router = APIRouter()
-    _add(router, "/", index.replace('data-chat=""', f'data-chat="{"on" if chat else "off"}"'), "text/html")
-    for name, media_type in _TYPES.items():
-        _add(router, f"/page/{name}", (folder / name).read_text(encoding="utf-8"), media_type)
+    index = index.replace('data-chat=""', f'data-chat="{"on" if chat else "off"}"')
+    _add(router, "/", index.encode(), "text/html", _HEADERS)
+    for part, headers in (("", _HEADERS), ("vendor/", _LIBRARY_HEADERS)):
+        for file in (folder / part).iterdir():
+            if media_type := _TYPES.get(PurePath(file.name).suffix):
+                _add(router, f"/page/{part}{file.name}", file.read_bytes(), media_type, headers)
     return router
 
 
-def _add(router: APIRouter, path: str, content: str, media_type: str) -> None:
-    body = content.encode()
-
+def _add(router: APIRouter, path: str, body: bytes, media_type: str, headers: Mapping[str, str]) -> None:
     async def answer(_: Request) -> Response:
-        return Response(body, media_type=media_type, headers=_HEADERS)
+        return Response(body, media_type=media_type, headers=headers)
 
     endpoint: Callable[[Request], Awaitable[Response]] = answer
     router.add_route(path, endpoint, methods=["GET", "HEAD"], include_in_schema=False)

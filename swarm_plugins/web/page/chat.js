@@ -1,167 +1,49 @@
 // The view to talk: only /v1/models and /v1/chat/completions are asked.
 
-import {
-  $, Failure, announce, copyButton, drawIfChanged, duration, failureOf, forgetRefusal, keep, make, onView, request, setText,
-  shortPeer,
-} from "./common.js";
+import { $, Failure, announce, forgetRefusal, onView, setText } from "./common.js";
+import { chip, toText, withMore } from "./files.js";
+import { MOST, load, loadSettings, newConversation, onChange, remove, save, saveSettings } from "./kept.js";
+import { drawMessages, followEnd, offerEnd, showEnd } from "./messages.js";
+import { choose, greet, loadModels } from "./models.js";
+import { drawList, startList } from "./sidebar.js";
+import { asLeft, follow, newTurn } from "./stream.js";
 
-const STORED = "swarm.conversation";
+const CURRENT = "swarm.conversation";
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-const LONGEST_EVENT = 1 << 20;
-const NEAR_THE_END = 80;
-const LOST = "The answer broke off: the connection to the server is lost.";
+const TALLEST = 200;
 
-let messages = [];
+let current = newConversation();
 let running = null;
-let models = [];
-let lastId = 0;
+let attached = [];
+let isReady = false;
+let lastId = Date.now();
 
-// -- the conversation, kept in this tab -------------------------------------------------------------------------------
+// -- what is kept -----------------------------------------------------------------------------------------------------
 
 function store() {
-  const settings = Object.fromEntries(["system", ...NUMBERS].map((name) => [name, $(name).value]));
-  // An answer on its way ends with the page.
-  const kept = messages.map((one) => (one === running?.message ? { ...one, error: LOST } : one));
-  try {
-    sessionStorage.setItem(STORED, JSON.stringify({ messages: kept, settings, model: $("model").value }));
-  } catch {
-    // A full store: the conversation goes on, and is lost when the page is loaded again.
-  }
+  if (current.messages.length === 0) return;
+  const messages = current.messages.map((one) => (one === running?.message ? asLeft(one) : one));
+  const { isKept, gone } = save({ ...current, messages });
+  sessionStorage.setItem(CURRENT, current.id);
+  if (!isKept) say("This conversation cannot be kept, as this browser has no room for it: leaving it loses it.");
+  else if (gone.length > 0) say(`Deleted to make room in this browser: ${gone.map((name) => `“${name}”`).join(", ")}.`);
+  drawList(current.id);
 }
 
-function restore() {
-  try {
-    const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
-    messages = stored.messages ?? [];
-    lastId = Math.max(0, ...messages.map((one) => one.id));
-    for (const [name, value] of Object.entries(stored.settings ?? {})) $(name).value = value;
-    return stored.model ?? "";
-  } catch {
-    return "";
-  }
+function storeSettings() {
+  saveSettings({ ...Object.fromEntries(["system", ...NUMBERS].map((name) => [name, $(name).value])), model: $("model").value });
 }
 
-// -- models -----------------------------------------------------------------------------------------------------------
-
-async function loadModels(wanted) {
-  const picker = $("model");
-  try {
-    const response = await request("v1/models");
-    if (!response.ok) throw await failureOf(response);
-    models = (await response.json()).data.map((one) => one.id);
-    if (models.length === 0) throw new Failure("This server offers no model.");
-  } catch (error) {
-    const sentence = error instanceof Failure ? error.message : "The server’s list of models cannot be read.";
-    picker.replaceChildren(make("option", {}, "No model"));
-    setText($("welcome-title"), sentence);
-    if (error.status === 401) offerKey(wanted);
-    else setTimeout(() => loadModels(wanted), 3000);
-    return;
-  }
-  const base = [...models].sort((one, other) => one.length - other.length)[0];
-  picker.replaceChildren(...models.map((id) => {
-    const isAdapter = id !== base && id.startsWith(`${base}:`);
-    return make("option", { value: id }, isAdapter ? `with ${id.slice(base.length + 1)}` : id);
-  }));
-  picker.value = models.includes(wanted) ? wanted : models[0];
-  picker.disabled = false;
-  $("welcome").querySelector(".give-key")?.remove();
-  greet();
-  update();
-}
-
-function offerKey(wanted) {
-  const button = make("button", { type: "button", className: "main give-key" }, "Enter the key");
-  button.addEventListener("click", () => {
-    button.remove();
-    forgetRefusal();
-    loadModels(wanted);
-  });
-  if ($("welcome").querySelector(".give-key") === null) $("welcome").append(button);
-}
-
-function greet() {
-  setText($("welcome-title"), `Talk with ${$("model").value.split(":")[0].split("/").pop()}`);
+/** Says a sentence above the message, until the next one; an empty text takes it away. */
+function say(text) {
+  setText($("said"), text);
+  $("said").hidden = text === "";
 }
 
 // -- drawing ----------------------------------------------------------------------------------------------------------
 
-/** Draws a text: between fences as code, the rest as it is. Nothing in it is HTML. */
-function draw(element, text) {
-  const parts = text.split(/^```[^\n`]*$/m);
-  element.replaceChildren(...parts.flatMap((part, index) => {
-    const trimmed = part.replace(/^\n/, "").replace(/\n$/, "");
-    if (trimmed === "") return [];
-    if (index % 2 === 0) return [make("p", {}, trimmed)];
-    return [make("pre", { tabIndex: 0, role: "group", ariaLabel: "Code" }, make("code", {}, trimmed))];
-  }));
-}
-
-function factsOf({ rate, tokens, cached, servers = [], timeToFirstToken }) {
-  const said = [];
-  if (rate > 0) said.push(`${rate.toFixed(1)} tokens/s`);
-  if (tokens > 0) said.push(tokens === 1 ? "1 token" : `${tokens} tokens`);
-  if (timeToFirstToken > 0) said.push(`first after ${duration(Number(timeToFirstToken.toPrecision(2)))}`);
-  if (cached > 0) said.push(`${cached} cached`);
-  const children = said.map((text) => make("span", {}, text));
-  if (servers.length > 0) {
-    const links = servers.map((peer) => make("a", { href: `#swarm=${peer}`, title: peer, className: "peer" }, shortPeer(peer)));
-    children.push(make("span", {}, "by ", ...links.flatMap((link, index) => (index === 0 ? [link] : [" → ", link]))));
-  }
-  return make("p", { className: "facts" }, ...children);
-}
-
-function actionsOf(message, isLast) {
-  const actions = make("div", { className: "actions" });
-  if (message.content !== "") actions.append(copyButton(() => message.content, "the answer"));
-  if (isLast) {
-    const again = make("button", { type: "button", className: message.error ? "quiet framed" : "quiet" }, message.error ? "Try again" : "Regenerate");
-    again.id = "again";
-    again.addEventListener("click", regenerate);
-    actions.append(again);
-  }
-  return actions;
-}
-
-function drawRest(article, message, isLast, isBusy) {
-  const under = [];
-  const isThinking = isBusy && message.content === "";
-  article.parts.thought.hidden = message.thought === "";
-  setText(article.parts.thought.firstChild, isThinking ? "Thinking" : "Thoughts");
-  if (isThinking && message.thought === "") under.push(make("p", { className: "waiting" }, "Waiting for the first word"));
-  if (message.note) under.push(make("p", { className: "note" }, message.note));
-  if (message.error) under.push(make("p", { className: "notice bad", role: "alert" }, message.error));
-  article.parts.under.replaceChildren(...under);
-  article.parts.foot.replaceChildren(factsOf(message.facts ?? {}), ...(isBusy ? [] : [actionsOf(message, isLast)]));
-}
-
-function createMessage(message) {
-  const isAnswer = message.role === "assistant";
-  const [text, under] = [make("div", { className: "text" }), make("div")];
-  const thought = make("details", { className: "thought", hidden: true }, make("summary"), make("p"));
-  // A screen reader reads the answer, not each figure under it.
-  const foot = make("div", { className: "foot", ariaLive: "off" });
-  const article = make("article", { className: `message ${isAnswer ? "assistant" : "user"}` });
-  article.append(make("h2", { className: "away" }, isAnswer ? "Answer" : "You"), ...(isAnswer ? [thought, text, under, foot] : [text]));
-  article.parts = { thought, text, under, foot };
-  return article;
-}
-
-function updateMessage(article, message) {
-  drawIfChanged(article.parts.text, message.content, draw);
-  if (message.role !== "assistant") return;
-  const isLast = message === messages.at(-1);
-  const isBusy = running !== null && running.message === message;
-  article.classList.toggle("busy", isBusy);
-  const { note, error, facts, content, thought } = message;
-  setText(article.parts.thought.lastChild, thought);
-  const seen = [isLast, isBusy, content === "", thought === "", note, error, facts];
-  drawIfChanged(article, seen, () => drawRest(article, message, isLast, isBusy));
-}
-
-function drawAll() {
-  keep($("messages"), messages, (message) => String(message.id), createMessage, updateMessage);
-  $("welcome").hidden = messages.length > 0;
+function draw() {
+  drawMessages(current, running?.message ?? null, { onEdit: resend, onRetry: regenerate });
 }
 
 function update() {
@@ -169,27 +51,26 @@ function update() {
   const focused = document.activeElement;
   $("stop").hidden = !isRunning;
   $("send").hidden = isRunning;
-  $("send").disabled = models.length === 0 || $("prompt").value.trim() === "";
-  $("new").disabled = messages.length === 0 && !isRunning;
+  $("send").disabled = !isReady || ($("prompt").value.trim() === "" && attached.length === 0);
+  $("new").disabled = current.messages.length === 0 && !isRunning;
   $("messages").ariaBusy = String(isRunning);
   // A button that is hidden would lose the focus.
   if (isRunning && focused === $("send")) $("stop").focus();
   if (!isRunning && focused === $("stop")) $("prompt").focus();
 }
 
-function followEnd(work) {
-  const area = $("scroll");
-  const isAtEnd = area.scrollHeight - area.scrollTop - area.clientHeight < NEAR_THE_END;
-  work();
-  if (isAtEnd) area.scrollTop = area.scrollHeight;
+function redraw() {
+  draw();
+  drawList(current.id);
+  update();
 }
 
 // -- asking -----------------------------------------------------------------------------------------------------------
 
 function body() {
   // Without the answer to come, and without questions whose answer has no text: templates demand turns that alternate.
-  const turns = messages.slice(0, -1).filter((one, index, all) => one.content !== "" && all[index + 1]?.content !== "");
-  const history = turns.map(({ role, content }) => ({ role, content }));
+  const turns = current.messages.slice(0, -1).filter((one, index, all) => toText(one) !== "" && all[index + 1]?.content !== "");
+  const history = turns.map((one) => ({ role: one.role, content: toText(one) }));
   const system = $("system").value.trim();
   const wanted = { model: $("model").value, stream: true, stream_options: { include_usage: true } };
   wanted.messages = system === "" ? history : [{ role: "system", content: system }, ...history];
@@ -199,99 +80,28 @@ function body() {
   return JSON.stringify(wanted);
 }
 
-/** Yields the data of server-sent events. */
-async function* events(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const blocks = (rest + value).split(/\r?\n\r?\n/);
-    rest = blocks.pop();
-    if (rest.length > LONGEST_EVENT) throw new Failure("The answer cannot be read: one of its parts is too long.");
-    for (const block of blocks) {
-      const lines = block.split(/\r?\n/).filter((line) => line.startsWith("data:"));
-      if (lines.length > 0) yield lines.map((line) => line.slice(5).replace(/^ /, "")).join("\n");
-    }
-  }
-}
-
-function take(turn, chunk) {
-  const { message, facts } = turn;
-  if (chunk.error) throw new Failure(chunk.error.message ?? "The server failed, and does not say why.");
-  const choice = chunk.choices?.[0];
-  const text = choice?.delta?.content ?? "";
-  const thought = choice?.delta?.reasoning_content ?? "";
-  if (text !== "" || thought !== "") {
-    const now = performance.now();
-    facts.timeToFirstToken ??= (now - turn.started) / 1000;
-    turn.first ??= now;
-    turn.parts += 1;
-    if (now - turn.first > 300) facts.rate = ((turn.parts - 1) * 1000) / (now - turn.first);
-    message.content += text;
-    message.thought += thought;
-  }
-  if (choice?.finish_reason === "length") message.note = "The answer ends here: it has as many tokens as are allowed.";
-  if (chunk.usage) facts.tokens = chunk.usage.completion_tokens;
-  if (chunk.swarm) {
-    const { servers, tokens_per_s: rate, cached_tokens: cached } = chunk.swarm;
-    Object.assign(facts, { servers: servers ?? [], cached, rate: rate ?? facts.rate });
-  }
-}
-
-async function receive(turn) {
-  const response = await request("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: body(),
-    signal: turn.stopper.signal,
-  });
-  if (!response.ok) throw await failureOf(response);
-  let frame = 0;
-  const redraw = () => followEnd(drawAll);
-  for await (const data of events(response.body)) {
-    if (data === "[DONE]") return;
-    take(turn, JSON.parse(data));
-    cancelAnimationFrame(frame);
-    frame = requestAnimationFrame(redraw);
-  }
-  throw new Failure("The answer broke off: the server has ended the connection.");
-}
-
-function sentence(error) {
-  if (error instanceof Failure) return error.message;
-  if (error instanceof SyntaxError) return "The answer cannot be read: a part of it is not JSON.";
-  return LOST;
-}
+/** Returns a number that no message of any conversation has. */
+const nextId = () => (lastId += 1);
 
 async function answer() {
-  const message = { role: "assistant", content: "", thought: "", id: (lastId += 1) };
-  const facts = (message.facts = {});
-  const turn = { message, facts, stopper: new AbortController(), started: performance.now(), parts: 0 };
-  running = turn;
-  messages.push(message);
-  drawAll();
-  update();
+  const model = $("model").value;
+  const message = { role: "assistant", content: "", thought: "", id: nextId(), model, facts: {} };
+  const turn = (running = newTurn(message));
+  current.messages.push(message);
+  Object.assign(current, { model, at: Date.now() });
+  say("");
+  redraw();
   store();
   forgetRefusal();
-  $("scroll").scrollTop = $("scroll").scrollHeight;
+  showEnd();
   announce("Waiting for the answer");
-  try {
-    await receive(turn);
-    if (message.content === "") message.note ??= "The answer has no text.";
-  } catch (error) {
-    if (turn.stopper.signal.aborted) message.note = "Stopped.";
-    else message.error = sentence(error);
-  } finally {
-    // What cannot be read is not generated further.
-    turn.stopper.abort();
-  }
-  // A new conversation may have begun meanwhile.
+  await follow(turn, body(), () => followEnd(draw));
+  // Another conversation may have been opened meanwhile.
   if (running !== turn) return;
   running = null;
+  current.at = Date.now();
   announce(message.error ? "" : message.note ?? "The answer is complete");
-  followEnd(drawAll);
-  update();
+  followEnd(redraw);
   store();
 }
 
@@ -300,9 +110,34 @@ function stop() {
   $("prompt").focus();
 }
 
+function ask(content, files) {
+  current.messages.push({ role: "user", content, id: nextId(), ...(files?.length > 0 ? { files } : {}) });
+  answer();
+}
+
+function send(event) {
+  event?.preventDefault();
+  const text = $("prompt").value.trim();
+  if (running !== null || (text === "" && attached.length === 0) || !isReady || !areSettingsValid()) return;
+  const files = attached;
+  $("prompt").value = "";
+  attach([]);
+  fit();
+  ask(text, files);
+}
+
+/** Sends a message again with another text; what followed it is gone. Returns whether it could. */
+function resend(message, content) {
+  if (running !== null || !isReady || !areSettingsValid()) return false;
+  current.messages.splice(current.messages.indexOf(message));
+  $("prompt").focus();
+  ask(content, message.files);
+  return true;
+}
+
 function regenerate() {
   if (running !== null || !areSettingsValid()) return;
-  messages.pop();
+  current.messages.pop();
   $("prompt").focus();
   answer();
 }
@@ -314,25 +149,95 @@ function areSettingsValid() {
   return false;
 }
 
-function send(event) {
-  event?.preventDefault();
-  const text = $("prompt").value.trim();
-  if (running !== null || text === "" || models.length === 0 || !areSettingsValid()) return;
-  messages.push({ role: "user", content: text, id: (lastId += 1) });
-  $("prompt").value = "";
-  fit();
-  answer();
+// -- conversations ----------------------------------------------------------------------------------------------------
+
+function show(conversation) {
+  if (running !== null) {
+    const { message, stopper } = running;
+    stopper.abort();
+    running = null;
+    message.note = "Stopped.";
+    store();
+  }
+  current = conversation;
+  if (current.messages.length === 0) sessionStorage.removeItem(CURRENT);
+  else sessionStorage.setItem(CURRENT, current.id);
+  choose(current.model);
+  say("");
+  redraw();
+  showEnd();
+  offerEnd();
 }
 
 function begin() {
-  running?.stopper.abort();
-  running = null;
-  messages = [];
-  drawAll();
-  update();
-  store();
+  show(newConversation());
   announce("A new conversation");
   $("prompt").focus();
+}
+
+const listActions = {
+  open(id) {
+    const found = id === current.id ? null : load(id);
+    if (found !== null) show(found);
+    $("prompt").focus();
+  },
+  rename(id, title) {
+    if (id === current.id) current.title = title;
+    const found = load(id);
+    if (found !== null) save({ ...found, title });
+    drawList(current.id);
+  },
+  remove(ids) {
+    if (ids.includes(current.id)) show(newConversation());
+    for (const id of ids) remove(id);
+    redraw();
+  },
+};
+
+// -- files ------------------------------------------------------------------------------------------------------------
+
+function attach(files) {
+  attached = files;
+  $("files").replaceChildren(...files.map((file) => chip(file, () => {
+    attach(attached.filter((one) => one !== file));
+    $("prompt").focus();
+  })));
+  $("files").hidden = files.length === 0;
+  update();
+}
+
+async function add(files) {
+  if (files.length === 0) return;
+  try {
+    attach(await withMore(attached, files));
+    say("");
+    announce(attached.length === 1 ? "One file is attached" : `${attached.length} files are attached`);
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    say(error.message);
+  }
+  $("prompt").focus();
+}
+
+function listenForFiles() {
+  $("attach").addEventListener("click", () => $("pick").click());
+  $("pick").addEventListener("change", () => {
+    add([...$("pick").files]);
+    $("pick").value = "";
+  });
+  $("prompt").addEventListener("paste", (event) => {
+    const { files } = event.clipboardData;
+    if (files.length === 0) return;
+    event.preventDefault();
+    add([...files]);
+  });
+  const isOver = (event) => event.dataTransfer.types.includes("Files");
+  $("chat").addEventListener("dragover", (event) => isOver(event) && event.preventDefault());
+  $("chat").addEventListener("drop", (event) => {
+    if (!isOver(event)) return;
+    event.preventDefault();
+    add([...event.dataTransfer.files]);
+  });
 }
 
 // -- controls ---------------------------------------------------------------------------------------------------------
@@ -345,7 +250,11 @@ function openSettings(isOpen) {
 function fit() {
   const area = $("prompt");
   area.style.height = "auto";
-  area.style.height = `${Math.min(area.scrollHeight + 2, 200)}px`;
+  area.style.height = `${Math.min(area.scrollHeight + area.offsetHeight - area.clientHeight, TALLEST)}px`;
+}
+
+function editLast() {
+  [...document.querySelectorAll(".message.user .edit")].at(-1)?.click();
 }
 
 function listen() {
@@ -354,11 +263,13 @@ function listen() {
   $("new").addEventListener("click", begin);
   $("toggle").addEventListener("click", () => openSettings($("settings").hidden));
   $("settings").addEventListener("submit", (event) => event.preventDefault());
-  $("settings").addEventListener("change", store);
-  window.addEventListener("pagehide", store);
+  $("settings").addEventListener("change", storeSettings);
+  $("end").addEventListener("click", showEnd);
+  $("scroll").addEventListener("scroll", offerEnd, { passive: true });
+  window.addEventListener("pagehide", () => running !== null && store());
   $("model").addEventListener("change", () => {
     greet();
-    store();
+    storeSettings();
   });
   $("prompt").addEventListener("input", () => {
     fit();
@@ -366,8 +277,12 @@ function listen() {
   });
   $("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+    if (event.key === "ArrowUp" && $("prompt").value === "" && running === null) {
+      event.preventDefault();
+      editLast();
+    }
   });
-  $("view-talk").addEventListener("keydown", (event) => {
+  $("chat").addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running !== null) stop();
   });
   for (const button of document.querySelectorAll(".try")) {
@@ -381,12 +296,26 @@ function listen() {
 }
 
 if (document.body.dataset.chat === "on") {
+  const settings = loadSettings();
+  for (const name of ["system", ...NUMBERS]) $(name).value = settings[name] ?? "";
+  current = load(sessionStorage.getItem(CURRENT) ?? "") ?? current;
+  setText($("bound"), `Kept in this browser alone, at most ${MOST}: then the oldest makes room. The server keeps none.`);
   listen();
-  const wanted = restore();
-  drawAll();
-  update();
-  loadModels(wanted);
+  listenForFiles();
+  startList(listActions, () => drawList(current.id));
+  onChange((id) => {
+    if (id === current.id && running === null) show(load(id) ?? newConversation());
+    else drawList(current.id);
+  });
+  redraw();
+  loadModels(current.model || settings.model, () => {
+    isReady = true;
+    update();
+  });
   onView("talk", (rest) => {
-    if (rest !== null) $("scroll").scrollTop = $("scroll").scrollHeight;
+    if (rest === null) return;
+    fit();
+    showEnd();
+    offerEnd();
   });
 }

@@ -13,6 +13,17 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Makes an icon of icons.svg, in the color of the text. */
+export function icon(name) {
+  const namespace = "http://www.w3.org/2000/svg";
+  const [glyph, use] = ["svg", "use"].map((tag) => document.createElementNS(namespace, tag));
+  glyph.setAttribute("class", "glyph");
+  glyph.setAttribute("aria-hidden", "true");
+  use.setAttribute("href", `page/icons.svg#${name}`);
+  glyph.append(use);
+  return glyph;
+}
+
 /** Changes a text only if it differs, so that nothing is drawn, selected or read aloud anew. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -208,6 +219,7 @@ function route() {
     else link.removeAttribute("aria-current");
   }
   for (const name of ["talk", "swarm"]) $(`view-${name}`).hidden = name !== next;
+  document.body.dataset.view = next;
   document.title = next === "talk" ? "Talk · swarm" : "Swarm";
   shown = next;
   rest = peer;

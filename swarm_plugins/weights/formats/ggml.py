@@ -82,6 +82,20 @@ def _bits(raw: Tensor) -> Tensor:
     return ((raw.unsqueeze(2) >> places) & 1).flatten(1)
 
 
+def q8_0_parts(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the codes ``[out, in]`` of int8 and the scales ``[out, groups]`` of ``Q8_0``, given rows of bytes."""
+    blocks = codes.unflatten(1, (-1, BLOCK_SIZES["Q8_0"][1]))
+    scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(2)
+    return blocks[..., 2:].contiguous().view(torch.int8).flatten(1), scales
+
+
+def q4_0_parts(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the codes ``[out, in]``, 0 to 15, and the scales ``[out, groups]`` of ``Q4_0``, given rows of bytes."""
+    blocks = codes.unflatten(1, (-1, BLOCK_SIZES["Q4_0"][1]))
+    scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(2)
+    return _nibbles(blocks[..., 2:].flatten(0, 1)).view(codes.shape[0], -1), scales
+
+
 def _q8_0(raw: Tensor) -> Tensor:
     return _half(raw[:, :2]) * raw[:, 2:].view(torch.int8).float()
 

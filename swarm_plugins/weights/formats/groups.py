@@ -34,7 +34,7 @@ _HALF = _TILE_ROWS // 2
 _LOW_TWO_BITS = 0x3333333333333333
 _LOW_BIT = 0x1111111111111111
 _COLUMN_MULTIPLE = 64
-_CODE_OF_OFFSET = 8
+CODE_OF_OFFSET = 8
 # Weights fitted at once: temporaries stay in the processor's cache.
 _CHUNK_WEIGHTS = 1 << 20
 
@@ -60,8 +60,18 @@ class GroupedFormat(QuantizingFormat):
         rows, columns = self.padded_shape
         return (
             Part("codes", torch.uint8, (rows // _TILE_ROWS, columns * _TILE_ROWS * bits // 8)),
-            Part("scales", torch.bfloat16, (columns // self.group_size, rows, 2)),
+            *self.grid_parts,
         )
+
+    @property
+    def grid_parts(self) -> tuple[Part, ...]:
+        """The parts that are no codes."""
+        return (Part("scales", torch.bfloat16, self.grids_shape),)
+
+    @property
+    def grids_shape(self) -> tuple[int, int, int]:
+        rows, columns = self.padded_shape
+        return (columns // self.group_size, rows, 2)
 
     @property
     def group_size(self) -> int:
@@ -75,34 +85,76 @@ class GroupedFormat(QuantizingFormat):
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         padded = self._padded(weight.detach())
-        columns = padded.shape[1]
-        chunk = max(_TILE_ROWS, _CHUNK_WEIGHTS // columns // _TILE_ROWS * _TILE_ROWS)
-        pieces = [self._quantize_rows(piece.float(), is_fitted) for piece in padded.split(chunk)]
-        codes, scales = zip(*pieces, strict=True)
-        return {"codes": torch.cat(codes), "scales": torch.cat(scales, dim=1)}
+        chunk = max(_TILE_ROWS, _CHUNK_WEIGHTS // padded.shape[1] // _TILE_ROWS * _TILE_ROWS)
+        levels, choose = 1 << self.bits, fit if is_fitted else round_to_nearest
+        chosen = [torch.cat(choose(self._groups(piece), levels), dim=2) for piece in padded.split(chunk)]
+        parts = self.keep(*torch.cat(chosen).transpose(0, 1).unbind(2))
+        grids = self.grids(parts).transpose(0, 1).split(chunk)
+        codes = [self._codes(piece, kept) for piece, kept in zip(padded.split(chunk), grids, strict=True)]
+        return {"codes": torch.cat(codes), **parts}
+
+    def keep(self, scale: Tensor, low: Tensor) -> dict[str, Tensor]:
+        """Returns the parts for scale and lowest level of each group, ``[groups, rows]`` each."""
+        return {"scales": torch.stack([scale, low + CODE_OF_OFFSET * scale], dim=2).to(torch.bfloat16)}
+
+    def grids(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Returns scale and offset of each group, ``[groups, rows, 2]`` of bfloat16."""
+        return parts["scales"]
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         rows, columns = self.shape
         codes = from_tiles(unfold(parts["codes"], self.bits))[:rows].reshape(rows, -1, self.group_size)
-        steps = codes.to(torch.int8) - _CODE_OF_OFFSET  # [out, groups, size]
-        scales, offsets = parts["scales"][:, :rows].float().transpose(0, 1).unsqueeze(-1).unbind(2)  # [out, groups, 1]
-        return (steps * scales + offsets).reshape(rows, -1)[:, :columns].to(dtype)
+        steps = codes.to(torch.int8) - CODE_OF_OFFSET  # [out, groups, size]
+        # Contiguous: otherwise the loops over them would be short ones.
+        scales, offsets = self.grids(parts)[:, :rows].float().permute(2, 1, 0).unsqueeze(-1).contiguous()
+        return steps.float().mul_(scales).add_(offsets).view(rows, -1)[:, :columns].to(dtype)
 
     def _padded(self, weight: Tensor) -> Tensor:
-        rows, columns = self.padded_shape
-        if weight.shape[1] < columns:
-            # Repeated, not zero: the last group keeps a grid as narrow as its weights.
-            weight = torch.cat([weight, weight[:, -1:].expand(-1, columns - weight.shape[1])], dim=1)
-        return functional.pad(weight, (0, 0, 0, rows - weight.shape[0]))
+        if self.padded_shape == tuple(weight.shape):
+            return weight
+        # Repeated, not zero: the last groups keep grids as narrow as their weights.
+        rows, columns = (
+            torch.arange(size, device=weight.device).clamp_(max=own - 1)
+            for size, own in zip(self.padded_shape, self.shape, strict=True)
+        )
+        return weight[rows][:, columns]
 
-    def _quantize_rows(self, weight: Tensor, is_fitted: bool) -> tuple[Tensor, Tensor]:
-        levels = 1 << self.bits
-        groups = weight.reshape(weight.shape[0], -1, self.group_size)
-        scale, low = (fit if is_fitted else round_to_nearest)(groups, levels)
-        kept = torch.cat([scale, low + _CODE_OF_OFFSET * scale], dim=2).to(torch.bfloat16)  # [rows, groups, 2]
-        scale, offset = kept.float().split(1, dim=2)
-        codes = codes_of(groups, scale, offset - _CODE_OF_OFFSET * scale, levels).to(torch.uint8)
-        return fold(to_tiles(codes.flatten(1)), self.bits), kept.transpose(0, 1)
+    def _groups(self, weight: Tensor) -> Tensor:
+        return weight.float().reshape(weight.shape[0], -1, self.group_size)
+
+    def _codes(self, weight: Tensor, grids: Tensor) -> Tensor:
+        scale, offset = grids.float().split(1, dim=2)
+        codes = codes_of(self._groups(weight), scale, offset - CODE_OF_OFFSET * scale, 1 << self.bits).to(torch.uint8)
+        return fold(to_tiles(codes.flatten(1)), self.bits)
+
+
+@dataclass(frozen=True)
+class SizedGroups(GroupedFormat):
+    """Codes and scales that others have chosen, with groups of their size."""
+
+    size: int
+    """Columns that share a scale."""
+
+    @property
+    def group_size(self) -> int:
+        return self.size
+
+    def arranged(self, codes: Tensor, scales: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+        """Returns the parts of weights that have been rounded already, ``scale * (code - 8) + offset`` of 4 bits each.
+
+        Args:
+            codes: ``[out, in]``, unsigned.
+            scales: ``[out, groups]``, to be rounded to bfloat16.
+            offsets: Likewise.
+        """
+        rows, columns = self.padded_shape
+        below, beside = rows - codes.shape[0], columns - codes.shape[1]
+        tiles = to_tiles(functional.pad(codes.to(torch.uint8), (0, beside, 0, below)))
+        kept = torch.stack([scales, offsets], dim=2).to(torch.bfloat16).transpose(0, 1)  # [groups, out, 2]
+        return {
+            "codes": tiles,
+            "scales": functional.pad(kept, (0, 0, 0, below, 0, beside // self.group_size)).contiguous(),
+        }
 
 
 def to_tiles(codes: Tensor) -> Tensor:
@@ -113,9 +165,8 @@ def to_tiles(codes: Tensor) -> Tensor:
 
 def from_tiles(tiles: Tensor) -> Tensor:
     """Returns the codes ``[rows, columns]`` of tiles."""
-    tiles = tiles.unflatten(1, (-1, _HALF))
-    codes = torch.cat([tiles & 0x0F, tiles >> 4], dim=2)  # [tiles, columns, 64]
-    return codes.transpose(1, 2).reshape(-1, tiles.shape[1])
+    rows = tiles.unflatten(1, (-1, _HALF)).transpose(1, 2).contiguous()  # [tiles, 32, columns]
+    return torch.cat([rows & 0x0F, rows >> 4], dim=1).flatten(0, 1)
 
 
 def fold(tiles: Tensor, bits: int) -> Tensor:

@@ -49,7 +49,7 @@ class IntGroups(PublishedFormat):
         return super().checked(tensors)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        codes, zeros, scales = self._unpacked(parts)  # [out, in], [out, groups] or a number, [out, groups]
+        codes, zeros, scales = self.unpacked(parts)  # [out, in], [out, groups] or a number, [out, groups]
         if self.is_ordered:
             order = parts["order"].long()
             steps = codes - (zeros[:, order] if isinstance(zeros, Tensor) else zeros)
@@ -59,7 +59,7 @@ class IntGroups(PublishedFormat):
         return steps.float().mul_(scales.float().unsqueeze(-1)).reshape(self.shape).to(dtype)
 
     @abstractmethod
-    def _unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
+    def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
         """Returns codes ``[out, in]``, zeros ``[out, groups]`` or one for all, and scales ``[out, groups]``."""
 
     def _order(self) -> tuple[Part, ...]:
@@ -92,7 +92,7 @@ class PackQuantizedFormat(IntGroups):
             raise ValueError(f"its shape is said to be {stated}, the model's is {list(self.shape)}")
         return super().checked(tensors)
 
-    def _unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
+    def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
         codes = _unpack(parts["codes"], self.bits)[:, : self.shape[1]]
         if not self.has_zeros:
             return codes, 1 << (self.bits - 1), parts["scales"]
@@ -116,7 +116,7 @@ class GptqFormat(IntGroups):
             *self._order(),
         )
 
-    def _unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
+    def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
         codes = _unpack(parts["codes"].T, self.bits)[:, : self.shape[1]]
         zeros = _unpack(parts["zeros"], self.bits)[:, : self.shape[0]].T
         return codes, zeros + self.zero_offset, parts["scales"].T
@@ -142,7 +142,7 @@ class AwqFormat(IntGroups):
             Part("zeros", torch.int32, (self.num_groups, self._words(rows))),
         )
 
-    def _unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
+    def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
         codes, zeros = (
             _unpack(parts[name], 4).unflatten(1, (-1, len(_AWQ_PLACES)))[:, :, _AWQ_PLACES].flatten(1).T
             for name in ("codes", "zeros")

@@ -15,11 +15,18 @@ from swarm_plugins.weights.kernel import Kernel
 from swarm_plugins.weights.stored import Part
 
 _TILE_ROWS = 64
+_LEAST_GROUP = 32
+MOST_ROWS = 64
+"""Rows of activations beyond which widening the weight once takes less time."""
 
 
 @dataclass(frozen=True)
 class Int4PackKernel(Kernel):
-    """Each product unfolds 3 and 2 bits to 4 and rounds activations to bfloat16, as torch's product requires."""
+    """Each product unfolds 3 and 2 bits to 4 and rounds activations to bfloat16, as torch's product requires.
+
+    Without its order of codes, a CPU does not take groups smaller than torch's: see `takes_groups`.
+    Products of many rows widen the weight instead: torch's reads it again for every few of them.
+    """
 
     format: GroupedFormat
 
@@ -35,14 +42,16 @@ class Int4PackKernel(Kernel):
 
     def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
         """Copies, or puts codes in this CPU's order."""
+        super().convert(stored, {name: one for name, one in computed.items() if name != "codes"})
         codes = stored["codes"]
         if self.is_converted:
             unfolded = from_tiles(unfold(codes, self.format.bits))
             codes = torch._convert_weight_to_int4pack_for_cpu(unfolded.int(), 1)
         computed["codes"].copy_(codes.view_as(computed["codes"]))
-        computed["scales"].copy_(stored["scales"])
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        if rows.shape[0] > MOST_ROWS:
+            return functional.linear(rows, self.widen(parts, rows.dtype))
         return self._product(parts, rows).to(rows.dtype)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -57,10 +66,21 @@ class Int4PackKernel(Kernel):
         if width > inputs.shape[1]:
             inputs = functional.pad(inputs, (0, width - inputs.shape[1]))
         tiles = parts["codes"] if self.is_converted else unfold(parts["codes"], self.format.bits)
+        group = self.format.group_size
+        if (repeats := _LEAST_GROUP // group) > 1:
+            # Groups too small for torch's product stand there several times, and get inputs of zero all but once.
+            tiles = tiles.view(len(tiles), -1, 1, group * _TILE_ROWS // 2).expand(-1, -1, repeats, -1).reshape(-1)
+            inputs = functional.pad(inputs.view(-1, width // group, group), (0, (repeats - 1) * group)).flatten(1)
+            group, width = repeats * group, repeats * width
         product = torch._weight_int4pack_mm_for_cpu(
-            inputs.contiguous(), tiles.view(height, width // 2), self.format.group_size, parts["scales"]
+            inputs.contiguous(), tiles.view(height, width // 2), group, self.format.grids(parts)
         )
         return product if height == self.format.shape[0] else product[:, : self.format.shape[0]]
+
+
+def takes_groups(stored: GroupedFormat) -> bool:
+    """Returns whether this CPU's product takes groups of a size; smaller ones have to be arranged for it each time."""
+    return stored.group_size >= _LEAST_GROUP or is_native_order()
 
 
 @lru_cache(maxsize=1)

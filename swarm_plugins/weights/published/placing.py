@@ -15,11 +15,14 @@ from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.loading import leave_out
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.weights.choice import kernel_for
 from swarm_plugins.weights.experts import PackedExperts, run_packed
+from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.stacked import StackedFormat
 from swarm_plugins.weights.linears import PackedLinear
 from swarm_plugins.weights.published.weights import PackedWeight, Published
-from swarm_plugins.weights.stored import PublishedFormat
+from swarm_plugins.weights.repacking import repacking_of
+from swarm_plugins.weights.stored import PublishedFormat, StoredFormat
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -52,27 +55,39 @@ class Placing:
             # Or transformers would initialise what it thinks is missing.
             module._is_hf_initialized = True  # type: ignore[assignment]
 
-    def install(self, model: nn.Module, biases: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Reads packed weights and puts them into a model.
+    def install(
+        self,
+        model: nn.Module,
+        biases: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: str | None = None,
+    ) -> None:
+        """Reads packed weights and puts them into a model; on a CPU in another form, if it has a product for that.
 
         Args:
             model: The model, after `leave_out`.
             biases: Of linear layers that have one, by path of the layer.
-            dtype: Floating type of the biases.
+            dtype: Floating type to compute in.
             device: Where to compute.
+            kernel: How products with weights in 8 bits with a scale per row are formed. None: the first of their
+                `candidates`.
 
         Raises:
             CheckpointError: If scales are zero, NaN or infinite, or indices out of range.
         """
         for path, weight in self.linears.items():
-            [parts] = self.published.read([weight])
+            [read] = self.published.read([weight])
+            form, [parts] = _repacked(weight.format, [read], dtype, device)
             bias = biases.get(path)
             own = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
-            model.set_submodule(path, PackedLinear(weight.format, parts, own, device))
+            chosen = kernel_for(form, device, kernel if isinstance(form, Int8Format) else None)
+            model.set_submodule(path, PackedLinear(form, parts, own, device, chosen))
         for path, stack in self.experts.items():
             owner, _, name = path.rpartition(".")
             module = model.get_submodule(owner)
-            packed = self._packed_experts(stack, is_transposed=bool(module.is_transposed))
+            form, experts = _repacked(self.format(stack), self._read_experts(stack), dtype, device)
+            packed = PackedExperts(form, experts, is_transposed=bool(module.is_transposed))
             setattr(module, name, packed.to(device))
             run_packed(module)
 
@@ -106,12 +121,21 @@ class Placing:
         formats = tuple(group[0].format for group in stack)
         return formats[0] if len(formats) == 1 else StackedFormat(formats)
 
-    def _packed_experts(self, stack: Stack, *, is_transposed: bool) -> PackedExperts:
+    def _read_experts(self, stack: Stack) -> list[dict[str, Tensor]]:
         columns, form = [self.published.read(group) for group in stack], self.format(stack)
-        experts = columns[0]
         if isinstance(form, StackedFormat):
-            experts = [form.join(list(pieces)) for pieces in zip(*columns, strict=True)]
-        return PackedExperts(form, experts, is_transposed=is_transposed)
+            return [form.join(list(pieces)) for pieces in zip(*columns, strict=True)]
+        return columns[0]
+
+
+def _repacked(
+    stored: PublishedFormat, weights: list[dict[str, Tensor]], dtype: torch.dtype, device: torch.device
+) -> tuple[StoredFormat, list[dict[str, Tensor]]]:
+    """Returns the form in which weights of one format are multiplied with on a device, and the parts of each."""
+    found = repacking_of(stored, dtype) if device.type == "cpu" else None
+    if found is None:
+        return stored, weights
+    return found.format, [found.remake(parts) for parts in weights]
 
 
 def place(published: Published, outline: PreTrainedModel, spelled: Mapping[str, str]) -> Placing:

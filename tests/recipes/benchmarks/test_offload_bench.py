@@ -29,9 +29,12 @@ def test_every_arm_computes_what_the_plain_model_does(arm: ArmName, tmp_path: Pa
     with torch.no_grad():
         expected = tiny_model("mixtral", num_layers=2)(input_ids=IDS).logits
         sizes = {"fast_bytes": 200_000, "smallest_bytes": 100_000}
-        with load_arm(arm, directory, **sizes, has_bounded_cache=False) as loaded:
+        with load_arm(arm, directory, **sizes, policy="lru", has_bounded_cache=False) as loaded:
             loaded.before_token()
             found = loaded.model(input_ids=IDS).logits
+            if arm is ArmName.NAIVE:
+                stats = loaded.model.offload_stats()
+                assert stats.hits + stats.misses == 2 * 4, "all experts of both layers"
     # Two kernels of float32 that add up in different orders.
     assert torch.allclose(found, expected, atol=1e-5)
 
@@ -82,6 +85,7 @@ def report(share: float = 0.5, hits: float = 0.6) -> OffloadReport:
         figures(ArmName.NO_GUESSES, 4.0, hit_ratio=hits),
         figures(ArmName.BARE, 2.0, hit_ratio=0.0),
         figures(ArmName.ACCELERATE, 0.5),
+        figures(ArmName.NAIVE, 1.0),
     ]
     add_goals(found)
     return found
@@ -149,12 +153,14 @@ def test_of_many_layers_a_few_are_shown() -> None:
         pytest.param({"model": Path("absent")}, "there is no model in absent", id="absent"),
         pytest.param({"without": ["cache"]}, "invalid --without 'cache': expected resident or accelerate", id="arm"),
         pytest.param({"fast": "much"}, "invalid --fast 'much'", id="share"),
+        pytest.param({"policy": "fifo"}, "policy is 'fifo'; expected counting or lru", id="policy"),
     ],
 )
 def test_wrong_arguments_are_told_at_once(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "random_scale": None,
         "fast": "50%",
+        "policy": "counting",
         "without": [],
         "new_tokens": 4,
         "rounds": 1,

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
@@ -55,6 +57,17 @@ def test_a_family_whose_blocks_run_apart_passes_once(model_type: str, monkeypatc
     try_family(config_of(model_type), "m")
     monkeypatch.setattr(trial, "_compare", None)
     try_family(config_of(model_type), "m")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [torch.no_grad(), torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "device", "autocast"],
+)
+@pytest.mark.usefixtures("next_release")
+def test_it_passes_wherever_the_model_is_loaded(where: contextlib.AbstractContextManager[Any]) -> None:
+    with where:
+        try_family(config_of("llama"), "m")
 
 
 # Served without the refusal by name, its attention would see what has left the window.

@@ -32,6 +32,7 @@ PACKINGS = {
     "gemma4_unified_text": Packing.ROWS,  # the last two of six blocks attend to keys of others
     "deepseek_v32": Packing.PADDED,  # with an indexer
     "inkling_text": Packing.PADDED,
+    "inkling2_text": Packing.PADDED,  # what some blocks get goes on to later ones
     "bloom": Packing.PADDED,
     "falcon/alibi": Packing.PADDED,
 }

@@ -57,6 +57,18 @@ def test_a_state_holds_the_adapter_and_other_models_whole(tiny_mixtral: Path, tm
     assert torch.equal(head.bias, bias)
 
 
+def test_of_another_model_with_tied_weights_a_state_has_one(tiny_mixtral: Path, tmp_path: Path) -> None:
+    tied = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4))
+    tied[1].weight = tied[0].weight
+    accelerator, _ = prepared(tiny_mixtral, tied)
+    accelerator.save_state(str(tmp_path))
+    before = tied[0].weight.detach().clone()
+    with torch.no_grad():
+        tied[0].weight.zero_()
+    accelerator.load_state(str(tmp_path))
+    assert torch.equal(tied[1].weight, before)
+
+
 def test_a_state_of_another_base_or_adapter_changes_nothing(tiny_mixtral: Path, tmp_path: Path) -> None:
     accelerator, _ = prepared(tiny_mixtral)
     accelerator.save_state(str(tmp_path / "state"))

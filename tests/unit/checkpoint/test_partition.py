@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from type_models import save_type
 
 from swarm_plugins.checkpoint import (
     Checkpoint,
@@ -20,6 +21,7 @@ from swarm_plugins.checkpoint import (
     layer_list_name,
     layer_prefix,
 )
+from swarm_plugins.checkpoint.partition import places_in_blocks
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.testing.models import FAMILIES, save_tiny, tiny_config
 
@@ -83,6 +85,24 @@ def test_layers_beyond_the_models_own_are_nobodys(single: Path, copy_of: Callabl
 def test_block_one_is_not_mistaken_for_block_ten(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_tiny("llama", tmp_path, num_layers=11))
     assert all(name.startswith("model.layers.1.") for name in block_tensors(checkpoint, "model.layers", range(1, 2)))
+
+
+def test_weights_that_a_checkpoint_lists_elsewhere_are_those_of_their_blocks(tmp_path: Path) -> None:
+    checkpoint, path = Checkpoint.open(save_type("inkling2_text", tmp_path)), "model.layers"
+    listed = "model.llm.attn_res."
+    blocks = [
+        [name.removeprefix(listed) for name in block_tensors(checkpoint, path, range(block, block + 1))]
+        for block in range(4)
+    ]
+    assert [sorted(set(names) - set(checkpoint.tensors)) for names in blocks] == [
+        ["mlp_queries.0"],
+        *(sorted([f"attn_queries.{block - 1}", f"mlp_queries.{block}"]) for block in range(1, 4)),
+    ]
+    others = ["attn_res.output_query", "embed.weight", "embed_norm.weight", "norm.weight", "unembed.weight"]
+    assert sorted(client_tensors(checkpoint, path)) == [f"model.llm.{name}" for name in others]
+    places = places_in_blocks(checkpoint, path)
+    assert places[f"{listed}attn_queries.1"] == "2.attention_input.query"
+    assert places["model.llm.layers.2.attn_norm.weight"] == "2.attn_norm.weight"
 
 
 def test_a_block_without_tensors_is_named(single: Path, copy_of: Callable[[Path], Path]) -> None:

@@ -173,7 +173,7 @@ def test_the_saved_config_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        # The paper's sizes: Table 1 and section 4.1.3.
+        # The paper's sizes: Tables 1, 4, 5 and 6.
         ("350M", 0.35),
         ("1.3B", 1.3),
         ("6.7B", 6.7),
@@ -181,6 +181,12 @@ def test_the_saved_config_is_complete(tmp_path: Path) -> None:
         ("1.3B+MoE-128", 52),
         ("350M+PR-MoE-32/64", 4),
         ("1.3B+PR-MoE-64/128", 31),
+        ("350M+PR-MoE-32/64+L21", 3.5),
+        ("1.3B+PR-MoE-64/128+L21", 27),
+        ("2.4B+MoE-128", 107.7),
+        ("8B+MoE-128", 349.0),
+        ("24B+MoE-128", 1046.9),
+        ("47B+MoE-128", 2024.0),
     ],
 )
 def test_presets_have_the_sizes_of_the_paper(name: str, billions: float) -> None:
@@ -188,6 +194,15 @@ def test_presets_have_the_sizes_of_the_paper(name: str, billions: float) -> None
     assert count == pytest.approx(billions * 1e9, rel=0.03)
     if name == "350M+PR-MoE-32/64":
         assert count < num_parameters(PRMoEConfig.preset("350M+MoE-128")) / 3
+
+
+def test_a_pr_moe_is_a_pyramid_and_a_residual_one() -> None:
+    plain, residual, pyramid, both = (
+        num_parameters(PRMoEConfig.preset(f"350M+{kind}"))
+        for kind in ("MoE-32", "Residual-MoE-32", "Pyramid-MoE-32/64", "PR-MoE-32/64")
+    )
+    assert plain < residual < pyramid
+    assert both - pyramid == residual - plain
 
 
 def num_parameters(config: PRMoEConfig) -> int:

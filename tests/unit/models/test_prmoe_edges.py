@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,14 @@ def test_tokens_beyond_the_capacity_keep_the_residual_branch() -> None:
     torch.testing.assert_close(found[0][~dropped], whole[0][~dropped])
 
 
+@pytest.fixture
+def unwritten_memory() -> Iterator[None]:
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_implementation_leaves_out_what_is_dropped(implementation: str) -> None:
     model, hidden = small(capacity_factor=0.5, num_experts_per_tok=2), torch.randn(1, 16, 32)
@@ -204,6 +213,20 @@ def test_what_is_dropped_is_not_computed(implementation: str) -> None:
         block.experts.down_proj.data[:] = float("nan")
         found = block.experts(hidden[0], index, weights)
     assert torch.equal(found.isnan().all(dim=1), ~is_dropped.all(dim=1))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("more", [{}, {"mlp_bias": True}], ids=["plain", "biases"])
+def test_memory_that_nobody_wrote_changes_nothing(
+    implementation: str, more: dict[str, Any], unwritten_memory: None
+) -> None:
+    block = small(capacity_factor=0.5, num_experts_per_tok=2, **more).model.layers[1].mlp
+    block.config._experts_implementation = implementation
+    hidden = torch.randn(1, 16, 32, requires_grad=True)
+    output = block(hidden)
+    output.square().sum().backward()
+    grads = [hidden.grad, *(parameter.grad for parameter in block.parameters())]
+    assert all(one is not None and one.isfinite().all() for one in [output, *grads])
 
 
 def test_only_training_is_random() -> None:

@@ -140,8 +140,8 @@ def test_what_a_killed_run_leaves_is_no_model_and_is_removed_by_the_next(
 def test_wrong_widths_are_named_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expert_bits is 5; expected one of 2, 3, 4, 8, 16"):
         make(tmp_path / "nothing", tmp_path / "out", expert_bits=5)
-    with pytest.raises(ConfigError, match="other_bits is 2; expected one of 4, 8, 16"):
-        make(tmp_path / "nothing", tmp_path / "out", other_bits=2)
+    with pytest.raises(ConfigError, match="other_bits is 5; expected one of 2, 3, 4, 8, 16"):
+        make(tmp_path / "nothing", tmp_path / "out", other_bits=5)
 
 
 def test_a_store_is_not_quantized_again(made: Path, tmp_path: Path) -> None:

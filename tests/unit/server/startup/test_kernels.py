@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def test_the_weights_of_the_servers_blocks_are_tried(llama: Checkpoint, asked: l
     assert kernel_of(llama, range(1), config(llama, quantization="int4"), CPU) is None
     assert kernel_of(llama, range(1), config(llama), torch.device("cuda")) is None
     assert len(asked) == 3
+
+
+def test_published_rows_of_8_bits_are_tried_as_our_own(tmp_path: Path, asked: list[tuple[Sequence[Any], str]]) -> None:
+    directory = save_tiny("llama", tmp_path)
+    stated = json.loads((directory / "config.json").read_text())
+    stated["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (directory / "config.json").write_text(json.dumps(stated))
+    checkpoint = Checkpoint.open(directory)
+    for dtype in ("bfloat16", "float32"):
+        kernel_of(checkpoint, range(1), config(checkpoint, dtype=dtype), CPU)
+    assert [type(formats[0]) for formats, _ in asked] == [Int8Format, PlainFormat]
 
 
 def test_experts_on_disk_are_not_tried(tmp_path: Path, asked: list[tuple[Sequence[Any], str]]) -> None:

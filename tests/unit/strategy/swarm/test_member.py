@@ -72,6 +72,15 @@ def test_one_process_is_numbered_as_ever() -> None:
     assert not trainer._accelerator_connector.is_distributed
 
 
+def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torchrun --nproc-per-node 2 starts the second one.
+    names = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    for name, value in {**names, "TORCHELASTIC_RUN_ID": "any"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"process 1, .* there is devices=1: pass devices="):
+        Trainer(strategy="swarm", accelerator="cpu", devices=1, logger=False)
+
+
 def test_several_processes_in_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_IS_INTERACTIVE", True)
     with pytest.raises(ConfigError, match=r"devices=2 starts the program again .* notebook .* pass devices=1"):

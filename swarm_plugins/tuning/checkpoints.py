@@ -1,0 +1,290 @@
+"""Checkpoints of runs in a folder: ordinary PEFT folders, beside them the optimizer's state and what is known of both.
+
+A checkpoint is written whole and then renamed, so what a folder lists after a crash is complete. All of it is
+safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from swarm_plugins.callbacks.saving import find_adapter, manifest_of, save_peft
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, one_line, printable
+from swarm_plugins.kept_files import write_whole
+from swarm_plugins.tuning.tuner import Tuner
+
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_FACTS_FILE = "checkpoint.json"
+_RUN_FILE = "run.json"
+_RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_GIB = 1 << 30
+
+
+class LoraShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a model a LoRA adapts."""
+
+    rank: int
+    seed: int | None = None
+    attention: bool = True
+    mlp: bool = True
+    unembed: bool = True
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A run: one adapter and its optimizer, from its start."""
+
+    run: str
+    """Its id."""
+    owner: str
+    """Whose it is: for others it does not exist."""
+    base: str
+    """The base model's name."""
+    lora: LoraShape
+    started: float
+    """Unix time."""
+    metadata: dict[str, str] = {}
+
+
+class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of a run."""
+
+    run: str
+    kind: Kind
+    name: str
+    step: int
+    """Steps of the optimizer so far."""
+    saved: float
+    """Unix time."""
+    num_bytes: int = 0
+    expires: float | None = None
+    """Unix time after which it is deleted."""
+    public: bool = False
+    """Whether other keys may load it."""
+    metadata: dict[str, str] = {}
+
+    @property
+    def path(self) -> str:
+        """Its address in the protocol."""
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+class CheckpointStore:
+    """The checkpoints of all runs.
+
+    Args:
+        root: Folder to keep them in; made if missing.
+        max_bytes_per_owner: Most bytes of one owner's checkpoints.
+        clock: Unix time, for tests.
+    """
+
+    def __init__(
+        self, root: Path, *, max_bytes_per_owner: int = 64 * _GIB, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._root = root
+        self._max_bytes = max_bytes_per_owner
+        self._clock = clock
+
+    def add_run(self, facts: RunFacts) -> None:
+        """Notes a run, before its first checkpoint.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        write_whole(self._folder(facts.run) / _RUN_FILE, msgspec.json.encode(facts))
+
+    def run(self, run: str, owner: str) -> RunFacts:
+        """Returns an owner's run.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        found = self._run(run)
+        if found is None or found.owner != owner:
+            raise ConfigError(f"there is no run {printable(run[:100])!r}")
+        return found
+
+    def runs(self, owner: str) -> list[RunFacts]:
+        """Returns an owner's runs, the newest first."""
+        folders = (self._root / "runs").glob("*") if self._root.is_dir() else ()
+        found = (self._run(folder.name) for folder in folders)
+        return sorted((one for one in found if one and one.owner == owner), key=lambda one: -one.started)
+
+    def checkpoints(self, run: str) -> list[CheckpointFacts]:
+        """Returns a run's checkpoints, the newest first; those that have expired are deleted."""
+        found = []
+        for kind in KINDS:
+            for folder in (self._folder(run) / kind).glob("[!.]*"):
+                facts = self._facts(folder)
+                if facts is not None:
+                    found.append(facts)
+        return sorted(found, key=lambda one: -one.saved)
+
+    def save(
+        self,
+        tuner: Tuner,
+        run: RunFacts,
+        kind: Kind,
+        name: str,
+        *,
+        overwrite: bool = False,
+        ttl_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> CheckpointFacts:
+        """Writes a checkpoint: the adapter, and for ``weights`` the optimizer too.
+
+        Raises:
+            ConfigError: If the name is none, or taken.
+            CapacityError: If the owner's checkpoints take too much.
+            OSError: If it cannot be written; nothing is left behind.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{printable(name[:150])!r} is no name of a checkpoint: use letters, digits, '_', '-', '.'"
+            )
+        folder = self._folder(run.run) / kind / name
+        if folder.exists() and not overwrite:
+            raise ConfigError(f"the run has {kind}/{name} already: give another name, or overwrite=True")
+        self._check_room(run.owner, sum(one.numel() * one.element_size() for one in tuner.parameters.values()))
+        now = self._clock()
+        facts = CheckpointFacts(
+            run=run.run,
+            kind=kind,
+            name=name,
+            step=tuner.num_steps,
+            saved=now,
+            expires=None if ttl_s is None else now + ttl_s,
+            metadata=dict(metadata or {}),
+        )
+        with _whole_folder(folder) as part:
+            source = find_adapter(tuner.model)
+            save_peft(source, part, run.base, with_embeddings=False)
+            manifest_of(source, event="save", step=tuner.num_steps, metrics={}).write(part)
+            if kind == "weights":
+                _save_optimizer(tuner, part / _OPTIMIZER_FILE)
+            facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
+            (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
+        return facts
+
+    def find(self, path: str, owner: str) -> tuple[CheckpointFacts, RunFacts, Path]:
+        """Returns a checkpoint by its address, its run, and its folder.
+
+        Raises:
+            ConfigError: If the address is none, or leads to nothing that the owner may see.
+        """
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
+            raise ConfigError(f"{printable(path[:200])!r} is no path: expected tinker://RUN/{'|'.join(KINDS)}/NAME")
+        run, kind, name = parts
+        known = _RUN.fullmatch(run) and _NAME.fullmatch(name) and self._run(run)
+        facts = self._facts(self._folder(run) / kind / name) if known else None
+        if not known or facts is None or (known.owner != owner and not facts.public):
+            raise ConfigError(f"there is no checkpoint {printable(path[:200])}: it was not saved, or has expired")
+        return facts, known, self._folder(run) / kind / name
+
+    def update(self, facts: CheckpointFacts, *, public: bool, expires: float | None) -> None:
+        """Changes who may load a checkpoint, and when it goes."""
+        changed = msgspec.structs.replace(facts, public=public, expires=expires)
+        write_whole(self._folder(facts.run) / facts.kind / facts.name / _FACTS_FILE, msgspec.json.encode(changed))
+
+    def delete(self, facts: CheckpointFacts) -> None:
+        """Deletes a checkpoint."""
+        folder = self._folder(facts.run) / facts.kind / facts.name
+        gone = folder.with_name(f".gone-{uuid.uuid4().hex}")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _folder(self, run: str) -> Path:
+        if not _RUN.fullmatch(run):
+            raise ConfigError(f"{printable(run[:100])!r} is no id of a run")
+        return self._root / "runs" / run
+
+    def _run(self, run: str) -> RunFacts | None:
+        if not _RUN.fullmatch(run):
+            return None
+        try:
+            return msgspec.json.decode((self._folder(run) / _RUN_FILE).read_bytes(), type=RunFacts)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def _facts(self, folder: Path) -> CheckpointFacts | None:
+        try:
+            facts = msgspec.json.decode((folder / _FACTS_FILE).read_bytes(), type=CheckpointFacts)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        if facts.expires is not None and facts.expires <= self._clock():
+            with contextlib.suppress(OSError):
+                self.delete(facts)
+            return None
+        return facts
+
+    def _check_room(self, owner: str, num_bytes: int) -> None:
+        used = sum(one.num_bytes for run in self.runs(owner) for one in self.checkpoints(run.run))
+        if used + num_bytes > self._max_bytes:
+            raise CapacityError(
+                f"your checkpoints take {used / _GIB:.1f} GiB of the {self._max_bytes / _GIB:.1f} GiB that they may: "
+                "delete some, or save with ttl_seconds"
+            )
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """Gives a new folder to fill, which gets its name at the end; what has the name then goes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as parent:
+        part = Path(parent) / "new"
+        part.mkdir()
+        yield part
+        if folder.exists():
+            folder.rename(Path(parent) / "old")
+        part.rename(folder)
+
+
+def _save_optimizer(tuner: Tuner, file: Path) -> None:
+    tensors = {
+        f"{name}.{moment}": tuner.optimizer.state[parameter][moment]
+        for name, parameter in tuner.parameters.items()
+        if parameter in tuner.optimizer.state
+        for moment in _MOMENTS
+    }
+    save_file(tensors, file, metadata={"num_steps": str(tuner.num_steps)})
+
+
+def load_optimizer(tuner: Tuner, folder: Path) -> None:
+    """Gives a tuner the optimizer's state of a checkpoint, to go on as if it had never stopped.
+
+    Raises:
+        CheckpointError: If there is none, or it is another adapter's.
+    """
+    file = folder / _OPTIMIZER_FILE
+    try:
+        with safe_open(file, "pt") as stored:
+            num_steps = int((stored.metadata() or {})["num_steps"])
+            for name, parameter in tuner.parameters.items() if num_steps else ():
+                moments = {moment: stored.get_tensor(f"{name}.{moment}") for moment in _MOMENTS}
+                if any(one.shape != parameter.shape for one in moments.values()):
+                    raise CheckpointError(f"{file.name}: {name} has another shape than the adapter")
+                tuner.optimizer.state[parameter] = {"step": torch.tensor(float(num_steps)), **moments}
+    except (OSError, KeyError, ValueError, SafetensorError) as exc:
+        if isinstance(exc, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"the optimizer's state cannot be read ({one_line(exc)}): load the weights alone, with load_state"
+        ) from exc
+    tuner.num_steps = num_steps

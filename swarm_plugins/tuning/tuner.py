@@ -1,0 +1,162 @@
+"""One adapter in training: gradients add up over calls until a step of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from swarm_plugins.errors import ConfigError, NumericError
+from swarm_plugins.tuning.batches import batches_of
+from swarm_plugins.tuning.datums import Datum, LossCall
+from swarm_plugins.tuning.losses import LOSSES, TARGETS
+
+_MAX_LOGITS = 1 << 25
+"""Of a batch: 128 MiB in float32, and as much for their gradient."""
+_MAX_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """Settings of one step of AdamW; the defaults are the protocol's."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Gradients are scaled to this norm if theirs is larger; 0: never."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} must be a finite number, 0 or more; got {value!r}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name} must be 0 or more and below 1; got {value!r}")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a call has computed for one text."""
+
+    logprobs: Tensor
+    """Of its targets, in their shape, float32."""
+    losses: Tensor
+    """At each position, of the same shape; their sum is the text's loss."""
+
+
+class Tuner:
+    """Trains the adapter of a model. For one thread at a time.
+
+    Args:
+        model: A model with an adapter of PEFT, in eval mode: nothing is dropped out at random.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.parameters: dict[str, Tensor] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), foreach=False)
+        self.num_steps = 0
+        """Steps that the optimizer has made."""
+        self._failure = ""
+        self._has_gradients = False
+
+    def compute(self, datums: Sequence[Datum], call: LossCall, *, backward: bool) -> list[Computed]:
+        """Computes a loss on texts, and adds its gradients to those of earlier calls.
+
+        Args:
+            datums: Texts, as `check_datums` takes them.
+            call: The loss.
+            backward: Whether gradients are wanted.
+
+        Raises:
+            NumericError: If the loss is NaN or infinite. As with any other error, the next step is refused then.
+            SwarmError: If servers are missing or fail.
+        """
+        found: dict[int, Computed] = {}
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        try:
+            for batch in batches_of(datums, max(1, min(_MAX_BATCH_TOKENS, _MAX_LOGITS // vocabulary))):
+                with torch.set_grad_enabled(backward):
+                    computed = self._computed([datums[index] for index in batch], call, backward=backward)
+                found.update(zip(batch, computed, strict=True))
+        except Exception as exc:
+            if backward:
+                self.fail(str(exc))
+            raise
+        self._has_gradients |= backward
+        return [found[index] for index in range(len(datums))]
+
+    def fail(self, why: str) -> None:
+        """Has the next step refused, since gradients are missing."""
+        self._failure = self._failure or why
+
+    def step(self, settings: AdamParams) -> dict[str, float]:
+        """Makes one step of AdamW with the gradients so far, which are dropped then; returns their norm.
+
+        Raises:
+            ConfigError: If there are none, or a call that should have added some has failed.
+            NumericError: If they are NaN or infinite; the adapter stays as it is.
+        """
+        failure, self._failure = self._failure, ""
+        has_gradients, self._has_gradients = self._has_gradients, False
+        try:
+            if failure:
+                raise ConfigError(f"no step: a forward_backward before it failed ({failure[:300]})")
+            if not has_gradients:
+                raise ConfigError("no step: call forward_backward first; the gradients of earlier calls are used up")
+            norm = torch.nn.utils.get_total_norm(
+                [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+            )
+            if not bool(norm.isfinite()):
+                raise NumericError("no step: the gradients are NaN or infinite; lower the learning rate")
+            if settings.grad_clip_norm:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), settings.grad_clip_norm, norm)
+            self.optimizer.param_groups[0].update(
+                lr=settings.learning_rate,
+                betas=(settings.beta1, settings.beta2),
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+            )
+            self.optimizer.step()
+            self.num_steps += 1
+            return {"grad_norm": float(norm)}
+        finally:
+            self.optimizer.zero_grad()
+
+    def _computed(self, datums: Sequence[Datum], call: LossCall, *, backward: bool) -> list[Computed]:
+        lengths = [len(datum.tokens) for datum in datums]
+        ids = pad_sequence([datum.tokens for datum in datums], batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+        device = self.model.device
+        logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False).logits
+        results = [
+            _lossed(row[:length].float().cpu(), datum, call)
+            for row, length, datum in zip(logits, lengths, datums, strict=True)
+        ]
+        total = torch.stack([one.losses.sum() for one in results]).sum()
+        if not bool(total.isfinite()):
+            raise NumericError(
+                "the loss is NaN or infinite: lower the learning rate, or look at advantages and logprobs"
+            )
+        if backward:
+            total.backward()
+        return [Computed(one.logprobs.detach(), one.losses.detach()) for one in results]
+
+
+def _lossed(logits: Tensor, datum: Datum, call: LossCall) -> Computed:
+    """Computes a loss from the logits ``[N, V]`` of one text."""
+    targets = datum.inputs[TARGETS]
+    chosen = logits.gather(1, targets.view(len(targets), -1)).view(targets.shape)
+    logprobs = chosen - logits.logsumexp(dim=1).view(-1, *[1] * (targets.ndim - 1))
+    return Computed(logprobs, LOSSES[call.name].compute(logprobs, datum.inputs, call.settings))

@@ -1,0 +1,143 @@
+"""Answers that are computed while their client asks for them again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm_plugins.errors import ConfigError, NumericError, SwarmError, UnsupportedError
+from swarm_plugins.web.protocol.errors import ApiError, api_error
+
+Answer = bytes | dict[str, Any]
+"""Protobuf, or what becomes JSON."""
+
+HOLD_S = 20.0
+"""How long a question waits for its answer, before the client has to ask again."""
+_MAX_OF_A_KEY = 4096
+_MAX_BYTES_OF_A_KEY = 256 << 20
+
+
+@dataclass
+class _Future:
+    tenant: str
+    owner: Hashable
+    """What it goes with: a session."""
+    same: Hashable
+    task: asyncio.Task[Answer]
+    num_bytes: int = 0
+    is_read: bool = False
+
+
+@dataclass
+class _Share:
+    """What one key has here."""
+
+    ids: dict[str, None] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class Futures:
+    """Answers under way and kept. The same request sent again has the same answer."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, _Future] = {}
+        self._by_request: dict[Hashable, str] = {}
+        self._shares: dict[str, _Share] = {}
+
+    def submit(self, tenant: str, owner: Hashable, same: Hashable, work: Callable[[], Awaitable[Answer]]) -> str:
+        """Begins work unless the same request has come before; returns the id to ask for its answer with.
+
+        Args:
+            tenant: Whose request it is.
+            owner: What the answer goes with: `forget` drops all of one.
+            same: Equal for the same request, sent again after its answer was lost.
+            work: Computes the answer.
+
+        Raises:
+            ApiError: If too many answers of this key are under way.
+        """
+        same = (tenant, same)
+        if same in self._by_request:
+            return self._by_request[same]
+        share = self._shares.setdefault(tenant, _Share())
+        self._make_room(share)
+        request_id = uuid.uuid4().hex
+        task = asyncio.get_running_loop().create_task(_answered(work))
+        self._by_id[request_id] = _Future(tenant, owner, same, task)
+        self._by_request[same] = request_id
+        share.ids[request_id] = None
+        task.add_done_callback(lambda done: self._note_size(request_id, done))
+        return request_id
+
+    async def retrieve(self, tenant: str, request_id: str) -> Answer | None:
+        """Returns an answer; None if it is not there in time.
+
+        Raises:
+            ApiError: With status 410 if there is no such answer, or not any more.
+        """
+        found = self._by_id.get(request_id)
+        if found is None or found.tenant != tenant:
+            raise ApiError(
+                "this answer is not here: it was dropped after its session ended, or never asked for", status=410
+            )
+        done, _ = await asyncio.wait([found.task], timeout=HOLD_S)
+        if not done:
+            return None
+        found.is_read = True
+        if found.task.cancelled():
+            raise ApiError("the session of this request has ended", status=410)
+        return found.task.result()
+
+    def forget(self, owner: Hashable) -> None:
+        """Drops all answers of an owner; what is under way ends."""
+        for request_id in [known for known, one in self._by_id.items() if one.owner == owner]:
+            self._drop(request_id)
+
+    def close(self) -> None:
+        """Drops all."""
+        for request_id in list(self._by_id):
+            self._drop(request_id)
+
+    def _make_room(self, share: _Share) -> None:
+        while len(share.ids) >= _MAX_OF_A_KEY or share.num_bytes > _MAX_BYTES_OF_A_KEY:
+            # Those that were fetched, else those that wait to be; never what is under way.
+            done = [known for known in share.ids if self._by_id[known].task.done()]
+            if not done:
+                raise ApiError(f"{len(share.ids)} requests of this key are under way: wait for some", status=429)
+            self._drop(next((known for known in done if self._by_id[known].is_read), done[0]))
+
+    def _note_size(self, request_id: str, done: asyncio.Task[Answer]) -> None:
+        found = self._by_id.get(request_id)
+        if found is not None and not done.cancelled():
+            answer = done.result()
+            found.num_bytes = len(answer) if isinstance(answer, bytes) else 0
+            self._shares[found.tenant].num_bytes += found.num_bytes
+
+    def _drop(self, request_id: str) -> None:
+        found = self._by_id.pop(request_id)
+        self._by_request.pop(found.same, None)
+        share = self._shares[found.tenant]
+        del share.ids[request_id]
+        share.num_bytes -= found.num_bytes
+        if not share.ids:
+            del self._shares[found.tenant]
+        found.task.cancel()
+
+
+async def _answered(work: Callable[[], Awaitable[Answer]]) -> Answer:
+    try:
+        return await work()
+    except Exception as exc:  # noqa: BLE001 - the client gets it as an answer
+        return failure(exc)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Returns the protocol's answer for an error: whose it is, and one sentence."""
+    is_users = isinstance(error, ConfigError | UnsupportedError | NumericError) or (
+        isinstance(error, ApiError) and error.status < 500
+    )
+    text = str(error) if isinstance(error, SwarmError) else str(api_error(error))
+    return {"error": text, "category": "user" if is_users else "server"}

@@ -1,0 +1,120 @@
+"""Samples of the protocol, drawn by the API's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.talk.sampling import Sampling
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.engine.request import Finished, Generation, Piece, PromptScored, Scored
+from swarm_plugins.web.tinker.bodies import Sample
+from swarm_plugins.web.tinker.groups import Drawn
+from swarm_plugins.web.tinker.messages import message
+
+_MAX_SAMPLES = 64
+_MAX_TOP = 20
+_STOP, _LENGTH = 0, 1
+_EMPTY_LOGPROB = -99999.0
+
+
+def generation_of(body: Sample, *, adapter: str | None, tenant: str, context: int, vocabulary: int) -> Generation:
+    """Returns what the engine is to do.
+
+    Raises:
+        ConfigError: If a request cannot be answered.
+    """
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
+        if getattr(body, name):
+            raise ConfigError(f"{name} is not known here: use prompt_logprobs, or forward with target_tokens")
+    tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+    if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
+        raise ConfigError("the prompt has a chunk that is not encoded_text: this model reads tokens of text only")
+    if not 1 <= len(tokens) < context:
+        raise ConfigError(f"the prompt has {len(tokens)} tokens: 1 to {context - 1} are possible")
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise ConfigError(f"the prompt has ids outside of the vocabulary, 0 to {vocabulary - 1}")
+    if not 1 <= body.num_samples <= _MAX_SAMPLES:
+        raise ConfigError(f"num_samples is {body.num_samples}: 1 to {_MAX_SAMPLES} are possible")
+    top = max(body.topk_prompt_logprobs, body.topk_sample_logprobs)
+    if not 0 <= min(body.topk_prompt_logprobs, body.topk_sample_logprobs) <= top <= _MAX_TOP:
+        raise ConfigError(f"at most {_MAX_TOP} alternatives are returned for each token")
+    params = body.sampling_params
+    room = context - len(tokens)
+    wanted = room if params.max_tokens is None else params.max_tokens
+    if not 0 <= wanted <= room:
+        raise ConfigError(f"max_tokens is {wanted}: after {len(tokens)} tokens of the prompt, 0 to {room} are possible")
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    return Generation(
+        tokens=tuple(tokens),
+        max_new_tokens=wanted,
+        sampling=Sampling(temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k)),
+        seed=params.seed,
+        n=body.num_samples,
+        stop=tuple(one for one in stop or () if isinstance(one, str)),
+        stop_tokens=tuple(one for one in stop or () if isinstance(one, int)),
+        never_ends=stop == [],
+        logprobs=top,
+        score_prompt=bool(body.prompt_logprobs or body.topk_prompt_logprobs),
+        adapter=adapter,
+        tenant=tenant,
+    )
+
+
+async def drawn(engine: Engine, generation: Generation) -> Drawn:
+    """Draws samples.
+
+    Raises:
+        SwarmError: If servers are missing or fail.
+    """
+    scored: list[list[Scored]] = [[] for _ in range(generation.n)]
+    ended: dict[int, Finished] = {}
+    prompt: tuple[Scored, ...] = ()
+    async for event in engine.generate(generation):
+        if isinstance(event, Piece):
+            scored[event.index].extend(event.scored)
+        elif isinstance(event, Finished):
+            ended[event.index] = event
+        elif isinstance(event, PromptScored):
+            prompt = event.scored
+    return Drawn(tuple((ended[index], tuple(scored[index])) for index in range(generation.n)), prompt)
+
+
+def response_of(samples: Drawn, body: Sample) -> bytes:
+    """Returns a SampleResponse."""
+    sequences = [_sequence(end, scored, body.topk_sample_logprobs) for end, scored in samples.samples]
+    response = message("SampleResponse", sequences=sequences)
+    if body.prompt_logprobs:
+        response.prompt_logprobs = _logprobs(samples.prompt)
+    if body.topk_prompt_logprobs:
+        response.topk_prompt_logprobs.CopyFrom(_top(samples.prompt, body.topk_prompt_logprobs))
+    found: bytes = response.SerializeToString()
+    return found
+
+
+def _sequence(end: Finished, scored: Sequence[Scored], top: int) -> Any:
+    found = message(
+        "SampledSequence",
+        stop_reason=_STOP if end.reason == "stop" else _LENGTH,
+        tokens=np.array(end.tokens, "<i4").tobytes(),
+        logprobs=_logprobs(scored[: len(end.tokens)]),
+    )
+    if top:
+        found.topk_sampled_logprobs.CopyFrom(_top(scored[: len(end.tokens)], top))
+    return found
+
+
+def _logprobs(scored: Sequence[Scored]) -> bytes:
+    return np.array([float("nan") if one.logprob is None else one.logprob for one in scored], "<f4").tobytes()
+
+
+def _top(scored: Sequence[Scored], count: int) -> Any:
+    tokens = np.zeros((len(scored), count), "<i4")
+    logprobs = np.full((len(scored), count), _EMPTY_LOGPROB, "<f4")
+    for row, one in enumerate(scored):
+        for column, (token, logprob) in enumerate(one.top[:count]):
+            tokens[row, column], logprobs[row, column] = token, logprob
+    return message("TopkLogprobs", token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=count, length=len(scored))

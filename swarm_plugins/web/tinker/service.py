@@ -1,0 +1,105 @@
+"""Sessions, trainers, samplers and answers of one API, and what is swept away in time."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+from swarm_plugins.tuning.checkpoints import CheckpointStore, RunFacts
+from swarm_plugins.tuning.datums import TextBounds
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample
+from swarm_plugins.web.tinker.futures import Answer, Futures
+from swarm_plugins.web.tinker.groups import Groups
+from swarm_plugins.web.tinker.samples import drawn, generation_of, response_of
+from swarm_plugins.web.tinker.sessions import Sampler, Session, Sessions, Training
+from swarm_plugins.web.tinker.trainers import Trainers, lora_shape
+
+
+class TinkerService:
+    """The state behind the protocol's routes.
+
+    Args:
+        engine: Draws the samples.
+        state_dir: Keeps runs and checkpoints.
+        context: Most tokens of a text.
+    """
+
+    def __init__(self, engine: Engine, state_dir: Path, context: int) -> None:
+        self.tokenizer_id = str(engine.tokenizer.name_or_path)
+        models = engine.models
+        self.engine = engine
+        self.bounds = TextBounds(context, models.vocabulary)
+        self.store = CheckpointStore(state_dir)
+        self.trainers = Trainers(models.base, models.name, self.store, self.bounds)
+        self.futures = Futures()
+        self.sessions = Sessions(self._drop)
+        self._groups = Groups(functools.partial(drawn, engine))
+
+    def close(self) -> None:
+        """Ends all sessions; checkpoints stay."""
+        self.futures.close()
+        self.trainers.close()
+
+    async def create(self, session: Session, body: CreateModel) -> Answer:
+        """Answers a create_model."""
+        self.sessions.check_room(session.tenant)
+        run = f"{session.session_id}:train:{body.model_seq_id}"
+        facts = RunFacts(
+            run=run,
+            owner=session.tenant,
+            base=body.base_model,
+            lora=lora_shape(body.lora_config),
+            started=time.time(),
+            metadata=_texts(body.user_metadata),
+        )
+        session.trainings[run] = await self.trainers.create(facts)
+        return {"model_id": run, "type": "create_model"}
+
+    async def load_as_new(self, session: Session, body: LoadWeights) -> Answer:
+        """Answers a load_weights that makes a new model: its next request is number 1."""
+        self.sessions.check_room(session.tenant)
+        _, origin, _ = self.store.find(body.path, session.tenant)
+        run = f"{session.session_id}:train:{body.model_seq_id}"
+        facts = RunFacts(
+            run=run,
+            owner=session.tenant,
+            base=origin.base,
+            lora=origin.lora,
+            started=time.time(),
+            metadata=_texts(body.user_metadata),
+        )
+        tuner = await self.trainers.load(facts, body.path, with_optimizer=body.optimizer)
+        session.trainings[run] = Training(facts, tuner)
+        return {"model_id": run, "path": body.path, "type": "load_weights"}
+
+    def add_sampler(self, session: Session, number: int, model: Any, path: str | None) -> Sampler:
+        """Makes a sampler of a model; the oldest of too many goes."""
+        sampler = Sampler(f"{session.session_id}:sample:{number}", path)
+        self.engine.models.hold(sampler.sampler_id, model)
+        surplus = self.sessions.add_sampler(session, sampler)
+        if surplus is not None:
+            self.engine.models.release(surplus.sampler_id)
+        return sampler
+
+    async def sample(self, tenant: str, sampler: Sampler, body: Sample) -> Answer:
+        """Answers an asample."""
+        generation = generation_of(
+            body,
+            adapter=sampler.sampler_id,
+            tenant=tenant,
+            context=self.bounds.context,
+            vocabulary=self.bounds.vocabulary,
+        )
+        return response_of(await self._groups.draw(generation), body)
+
+    def _drop(self, session: Session) -> None:
+        self.futures.forget(session.session_id)
+        for sampler_id in session.samplers:
+            self.engine.models.release(sampler_id)
+
+
+def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+    return {str(key): str(value) for key, value in (metadata or {}).items()}

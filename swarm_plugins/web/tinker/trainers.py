@@ -1,0 +1,181 @@
+"""What the protocol asks of models in training: create, compute, step, save, load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from swarm_plugins.backbone.twin import twin
+from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.errors import ConfigError, printable
+from swarm_plugins.fair_queueing import FairLock
+from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts, load_optimizer
+from swarm_plugins.tuning.datums import TextBounds, check_datums
+from swarm_plugins.tuning.lora import new_lora
+from swarm_plugins.tuning.snapshots import snapshot
+from swarm_plugins.tuning.tuner import AdamParams, Tuner
+from swarm_plugins.web.protocol.errors import ApiError
+from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights, lifetime_of
+from swarm_plugins.web.tinker.line import GapError
+from swarm_plugins.web.tinker.sessions import Training
+from swarm_plugins.web.tinker.wire import call_of, computed_message, datums_of
+
+T = TypeVar("T")
+
+
+class Trainers:
+    """Computes for models in training, in a thread: keys take turns by the time that their work takes.
+
+    Args:
+        base: The base model; it is not changed.
+        name: Its name in requests.
+        store: Keeps the checkpoints.
+        bounds: Bounds of the texts.
+    """
+
+    def __init__(self, base: Any, name: str, store: CheckpointStore, bounds: TextBounds) -> None:
+        self.base = base
+        self.name = name
+        self.store = store
+        self.bounds = bounds
+        self._turns = FairLock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-api-training")
+
+    def close(self) -> None:
+        """Takes no further work; what is under way ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def check_base(self, name: str) -> None:
+        """Raises ApiError unless it is this model's name."""
+        if name != self.name:
+            raise ApiError(
+                f"the base model {printable(name[:200])!r} is not here: this server has {self.name}", status=404
+            )
+
+    async def create(self, facts: RunFacts) -> Training:
+        """Returns a new model with a fresh LoRA."""
+        shape = facts.lora
+
+        def work() -> Tuner:
+            tuner = Tuner(
+                new_lora(
+                    self.base,
+                    rank=shape.rank,
+                    seed=shape.seed,
+                    attention=shape.attention,
+                    mlp=shape.mlp,
+                    unembed=shape.unembed,
+                )
+            )
+            self.store.add_run(facts)
+            return tuner
+
+        return Training(facts, await self._run(facts.owner, work))
+
+    async def load(self, facts: RunFacts, path: str, *, with_optimizer: bool) -> Tuner:
+        """Returns the model of a checkpoint, for a run."""
+
+        def work() -> Tuner:
+            _, _, folder = self.store.find(path, facts.owner)
+            model = load_adapter(twin(self.base), folder, is_trainable=True, is_shared=True)
+            tuner = Tuner(model.eval())
+            if with_optimizer:
+                load_optimizer(tuner, folder)
+            else:
+                tuner.num_steps = 0
+            self.store.add_run(facts)
+            return tuner
+
+        return await self._run(facts.owner, work)
+
+    async def compute(self, training: Training, request: Any) -> bytes:
+        """Answers a forward_backward, in its turn."""
+        async with self._turn(training, request.seq_id):
+            tuner = training.tuner
+
+            def work() -> bytes:
+                try:
+                    call, datums = call_of(request), datums_of(request)
+                    check_datums(datums, call, self.bounds)
+                except ConfigError as exc:
+                    if not request.forward_only:
+                        tuner.fail(str(exc))
+                    raise
+                return computed_message(tuner.compute(datums, call, backward=not request.forward_only))
+
+            return await self._run(training.facts.owner, work)
+
+    async def step(
+        self, training: Training, seq_id: int, settings: AdamBody | None, other: OptimizerBody | None
+    ) -> dict[str, Any]:
+        """Answers an optim_step, in its turn."""
+        async with self._turn(training, seq_id):
+            if other is not None:
+                raise ConfigError(f"the optimizer {printable(other.type[:100])!r} is not known here: use AdamParams")
+            params = msgspec.structs.asdict(settings or AdamBody())
+            metrics = await self._run(training.facts.owner, lambda: training.tuner.step(AdamParams(**params)))
+            return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}
+
+    async def save(self, training: Training, seq_id: int, kind: Kind, body: SaveWeights) -> CheckpointFacts:
+        """Answers a save_weights of any kind, in its turn."""
+        async with self._turn(training, seq_id):
+            return await self._run(
+                training.facts.owner,
+                lambda: self.store.save(
+                    training.tuner,
+                    training.facts,
+                    kind,
+                    body.path or f"{seq_id:06d}",
+                    overwrite=body.overwrite,
+                    ttl_s=lifetime_of(body.ttl_seconds),
+                    metadata=body.user_metadata,
+                ),
+            )
+
+    async def snapshot(self, training: Training, seq_id: int) -> Any:
+        """Returns a model to sample from, as it is in the turn."""
+        async with self._turn(training, seq_id):
+            return await self._run(training.facts.owner, lambda: snapshot(training.tuner.model))
+
+    async def reload(self, training: Training, seq_id: int, path: str, *, with_optimizer: bool) -> None:
+        """Answers a load_weights into a model that is there, in its turn."""
+        async with self._turn(training, seq_id):
+            training.tuner = await self.load(training.facts, path, with_optimizer=with_optimizer)
+
+    async def sampler(self, path: str | None, owner: str) -> Any:
+        """Returns the model of a checkpoint, or the base, to sample from."""
+
+        def work() -> Any:
+            if path is None:
+                return snapshot(twin(self.base).requires_grad_(False))
+            _, _, folder = self.store.find(path, owner)
+            return snapshot(load_adapter(twin(self.base), folder, is_shared=True))
+
+        return await self._run(owner, work)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, training: Training, seq_id: int) -> AsyncIterator[None]:
+        try:
+            async with training.line.turn(seq_id):
+                yield
+        except GapError as exc:
+            training.tuner.fail(str(exc))
+            raise
+
+    async def _run(self, tenant: str, work: Callable[[], T]) -> T:
+        async with self._turns.turn(tenant):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def lora_shape(body: LoraBody | None) -> LoraShape:
+    """Returns the shape that a request names."""
+    if body is None:
+        raise ApiError("create_model needs lora_config: whole models are not trained here")
+    return LoraShape(
+        rank=body.rank, seed=body.seed, attention=body.train_attn, mlp=body.train_mlp, unembed=body.train_unembed
+    )

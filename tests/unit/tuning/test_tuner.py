@@ -1,0 +1,261 @@
+"""A tuner's losses, gradients and steps against plain PEFT and torch; a checkpoint goes on where it stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from swarm_plugins.backbone.twin import twin
+from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
+from swarm_plugins.testing import save_tiny
+from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts, load_optimizer
+from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
+from swarm_plugins.tuning.lora import new_lora
+from swarm_plugins.tuning.snapshots import snapshot
+from swarm_plugins.tuning.tuner import AdamParams, Tuner
+
+RUN = f"{'0' * 32}:train:0"
+CROSS_ENTROPY = LossCall.of("cross_entropy", {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture
+def base(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def texts(seed: int = 0, lengths: tuple[int, ...] = (5, 9, 3)) -> list[Datum]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for length in lengths:
+        ids = torch.randint(4, 128, (length + 1,), generator=generator)
+        weights = torch.rand(length, generator=generator)
+        found.append(Datum(ids[:-1], {"target_tokens": ids[1:], "weights": weights}))
+    return found
+
+
+def plain_loss(model: Any, datums: list[Datum]) -> Tensor:
+    """Each text by itself, as one would write it."""
+    losses = [
+        functional.cross_entropy(model(datum.tokens[None]).logits[0], datum.inputs["target_tokens"], reduction="none")
+        for datum in datums
+    ]
+    return torch.stack(
+        [(loss * datum.inputs["weights"]).sum() for loss, datum in zip(losses, datums, strict=True)]
+    ).sum()
+
+
+def test_steps_are_those_of_peft_and_torch(base: Any) -> None:
+    tuner = Tuner(new_lora(base, rank=4, seed=3))
+    config = tuner.model.peft_config["default"]
+    plain = get_peft_model(
+        twin(base),
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=4,
+            lora_alpha=config.lora_alpha,
+            target_modules=config.target_modules,
+            target_parameters=config.target_parameters,
+        ),
+    )
+    plain.load_state_dict(tuner.model.state_dict())
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
+    for number in range(3):
+        first, second = texts(2 * number), texts(2 * number + 1, (7,))
+        loss = plain_loss(plain, first) + plain_loss(plain, second)
+        loss.backward()
+        found = sum(
+            one.losses.sum() for part in (first, second) for one in tuner.compute(part, CROSS_ENTROPY, backward=True)
+        )
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        metrics = tuner.step(AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5))
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(tuner.parameters.values(), trained, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_forward_alone_leaves_no_gradient(base: Any) -> None:
+    tuner = Tuner(new_lora(base, rank=2, seed=0))
+    tuner.compute(texts(), CROSS_ENTROPY, backward=False)
+    assert all(parameter.grad is None for parameter in tuner.parameters.values())
+    with pytest.raises(ConfigError, match="call forward_backward first"):
+        tuner.step(AdamParams())
+
+
+def test_long_batches_are_cut(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = Tuner(new_lora(base, rank=2, seed=0))
+    datums = texts(lengths=(3, 12, 4, 11, 5))
+    whole = tuner.compute(datums, CROSS_ENTROPY, backward=True)
+    gradients = [parameter.grad.clone() for parameter in tuner.parameters.values() if parameter.grad is not None]
+    tuner.optimizer.zero_grad()
+    monkeypatch.setattr("swarm_plugins.tuning.tuner._MAX_BATCH_TOKENS", 12)
+    parts = tuner.compute(datums, CROSS_ENTROPY, backward=True)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
+    for before, after in zip(gradients, (one.grad for one in tuner.parameters.values()), strict=True):
+        torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-5)
+
+
+def test_the_same_seed_is_the_same_start(base: Any) -> None:
+    first, second, other = (Tuner(new_lora(base, rank=4, seed=seed)) for seed in (1, 1, 2))
+    pairs = list(zip(first.parameters.values(), second.parameters.values(), strict=True))
+    assert all(torch.equal(one, two) for one, two in pairs)
+    assert any(
+        not torch.equal(one, two) for one, two in zip(first.parameters.values(), other.parameters.values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted", "unwanted"),
+    [
+        ({"mlp": False, "unembed": False}, "self_attn", ("experts", "lm_head")),
+        ({"attention": False, "unembed": False}, "experts", ("self_attn", "lm_head")),
+        ({"attention": False, "mlp": False}, "lm_head", ("self_attn", "experts")),
+    ],
+)
+def test_what_is_adapted(base: Any, parts: dict[str, bool], wanted: str, unwanted: tuple[str, ...]) -> None:
+    names = Tuner(new_lora(base, rank=2, **parts)).parameters
+    assert any(wanted in name for name in names)
+    assert not [name for name in names for other in (*unwanted, "router", "mlp.gate.") if other in name]
+
+
+def test_a_failed_call_refuses_one_step(base: Any) -> None:
+    tuner = Tuner(new_lora(base, rank=2, seed=0))
+    before = {name: parameter.clone() for name, parameter in tuner.parameters.items()}
+    tuner.compute(texts(), CROSS_ENTROPY, backward=True)
+    bad = Datum(torch.tensor([5, 6]), {"target_tokens": torch.tensor([6, 7]), "weights": torch.tensor([1e38, 1e38])})
+    with pytest.raises(NumericError, match="the loss is NaN or infinite"):
+        tuner.compute([bad, bad], LossCall.of("cross_entropy", {}), backward=True)
+    with pytest.raises(ConfigError, match="a forward_backward before it failed"):
+        tuner.step(AdamParams())
+    assert all(torch.equal(before[name], parameter) for name, parameter in tuner.parameters.items())
+    tuner.compute(texts(), CROSS_ENTROPY, backward=True)
+    tuner.step(AdamParams())
+
+
+def test_a_snapshot_stays_as_it_was(base: Any) -> None:
+    tuner = Tuner(new_lora(base, rank=2, seed=0))
+    kept, ids = snapshot(tuner.model), torch.tensor([[5, 6, 7]])
+    before = kept(ids).logits
+    tuner.compute(texts(), CROSS_ENTROPY, backward=True)
+    tuner.step(AdamParams(learning_rate=0.1))
+    assert torch.equal(kept(ids).logits, before)
+    assert not torch.equal(tuner.model(ids).logits, before)
+    assert kept.get_input_embeddings().weight is base.get_input_embeddings().weight
+
+
+def facts(owner: str = "") -> RunFacts:
+    return RunFacts(run=RUN, owner=owner, base="tiny", lora=LoraShape(rank=2), started=1.0)
+
+
+def test_a_checkpoint_goes_on_exactly(base: Any, tmp_path: Path) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    for number in range(2):
+        tuner.compute(texts(number), CROSS_ENTROPY, backward=True)
+        tuner.step(AdamParams(learning_rate=0.01))
+    path = store.save(tuner, facts(), "weights", "two").path
+    _, _, folder = store.find(path, "")
+    again = Tuner(load_adapter(twin(base), folder, is_trainable=True, is_shared=True).eval())
+    load_optimizer(again, folder)
+    for one in (tuner, again):
+        one.compute(texts(5), CROSS_ENTROPY, backward=True)
+        one.step(AdamParams(learning_rate=0.01))
+    assert tuner.num_steps == again.num_steps == 3
+    assert tuner.parameters.keys() == again.parameters.keys()
+    assert all(torch.equal(one, again.parameters[name]) for name, one in tuner.parameters.items())
+
+
+def test_checkpoints_are_listed_and_go(base: Any, tmp_path: Path) -> None:
+    now = [100.0]
+    store = CheckpointStore(tmp_path, clock=lambda: now[0])
+    tuner = Tuner(new_lora(base, rank=2, seed=0, attention=False, mlp=False))
+    store.add_run(facts("anna"))
+    lasting = store.save(tuner, facts("anna"), "weights", "a")
+    passing = store.save(tuner, facts("anna"), "sampler_weights", "b", ttl_s=60)
+    assert [one.path for one in store.checkpoints(RUN)] == [lasting.path, passing.path]
+    assert [one.run for one in store.runs("anna")] == [RUN]
+    assert not store.runs("ben")
+    with pytest.raises(ConfigError, match="there is no checkpoint"):
+        store.find(lasting.path, "ben")
+    with pytest.raises(ConfigError, match="give another name, or overwrite=True"):
+        store.save(tuner, facts("anna"), "weights", "a")
+    assert store.save(tuner, facts("anna"), "weights", "a", overwrite=True).num_bytes == lasting.num_bytes
+    now[0] = 161.0
+    assert [one.name for one in store.checkpoints(RUN)] == ["a"]
+    store.delete(lasting)
+    assert not store.checkpoints(RUN)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["run.json"]
+
+
+@pytest.mark.parametrize("name", ["", ".x", "../x", "a/b", "x" * 129, "é"])
+def test_no_name_leads_out_of_the_folder(base: Any, tmp_path: Path, name: str) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    with pytest.raises(ConfigError):
+        store.save(tuner, facts(), "weights", name)
+    with pytest.raises(ConfigError):
+        store.find(f"tinker://{RUN}/weights/{name}", "")
+    with pytest.raises(ConfigError):
+        store.find(f"tinker://{name}/weights/x", "")
+
+
+def test_checkpoints_are_bounded(base: Any, tmp_path: Path) -> None:
+    store, tuner = CheckpointStore(tmp_path, max_bytes_per_owner=1000), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    with pytest.raises(CapacityError, match="delete some, or save with ttl_seconds"):
+        store.save(tuner, facts(), "weights", "a")
+
+
+def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    tuner.compute(texts(), CROSS_ENTROPY, backward=True)
+    tuner.step(AdamParams())
+    _, _, folder = store.find(store.save(tuner, facts(), "weights", "a").path, "")
+    with pytest.raises(CheckpointError, match=r"load the weights alone|another shape"):
+        load_optimizer(Tuner(new_lora(base, rank=3, seed=0)), folder)
+    _, _, folder = store.find(store.save(tuner, facts(), "sampler_weights", "a").path, "")
+    with pytest.raises(CheckpointError, match="load the weights alone"):
+        load_optimizer(tuner, folder)
+
+
+IDS = torch.tensor([5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "name", "message"),
+    [
+        (IDS[:0], {"target_tokens": IDS[:0]}, "cross_entropy", "0 tokens, but the model reads 1 to 8"),
+        (torch.full((9,), 5), {"target_tokens": torch.full((9,), 5)}, "cross_entropy", "9 tokens"),
+        (IDS, {}, "cross_entropy", "missing: target_tokens"),
+        (IDS, {"target_tokens": IDS}, "ppo", "missing: logprobs, advantages"),
+        (IDS, {"target_tokens": IDS[:2]}, "cross_entropy", r"give \[3\]"),
+        (IDS, {"target_tokens": IDS, "weights": torch.ones(2)}, "cross_entropy", r"weights has shape \(2,\)"),
+        (IDS, {"target_tokens": IDS, "weights": torch.tensor([1, float("nan"), 1])}, "cross_entropy", "weights is NaN"),
+        (IDS, {"target_tokens": IDS + 1000}, "cross_entropy", "outside of the vocabulary, 0 to 127"),
+        (IDS - 9, {"target_tokens": IDS}, "cross_entropy", "outside of the vocabulary"),
+        (IDS, {"target_tokens": IDS.float()}, "cross_entropy", "must be whole numbers"),
+        (IDS, {"target_tokens": IDS.view(3, 1).repeat(1, 65)}, "cross_entropy", "K up to 64"),
+    ],
+)
+def test_texts_are_checked(tokens: Tensor, inputs: dict[str, Tensor], name: str, message: str) -> None:
+    good = Datum(IDS, {"target_tokens": IDS, "logprobs": torch.zeros(3), "advantages": torch.ones(3)})
+    with pytest.raises(ConfigError, match=f"datum 1 of 2: .*{message}"):
+        check_datums([good, Datum(tokens, inputs)], LossCall.of(name, {}), TextBounds(context=8, vocabulary=128))

@@ -1,0 +1,336 @@
+"""The unmodified SDK trains and samples: on a swarm, with offloaded experts, and on a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import tinker
+import torch
+from peft import PeftModel
+from tinker import types
+from tinker_kit import KEYS, NAME, client_at, datum, serving
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.offload import OffloadConfig
+from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.engine.request import Generation
+
+# The SDK leaves connections to the collector of garbage.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+TEXTS = [[5, 9, 17, 33, 4], [8, 61, 7, 90, 12, 13, 99, 20], [40, 41, 42]]
+GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
+
+
+@pytest.fixture(autouse=True)
+def _says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("mixture") / "tiny")
+
+
+@pytest.fixture(scope="module", params=["swarm", "offloaded", "memory"])
+def anywhere(request: pytest.FixtureRequest, mixture: Path) -> Iterator[Any]:
+    """A mixture in each of the three places."""
+    if request.param == "memory":
+        yield AutoModelForCausalLM.from_pretrained(mixture).eval()
+    elif request.param == "offloaded":
+        yield AutoSwarmModelForCausalLM.from_pretrained(mixture, offload=OffloadConfig(fast_bytes=1 << 20)).eval()
+    else:
+        with InProcessSwarm(mixture) as swarm:
+            yield AutoSwarmModelForCausalLM.from_pretrained(mixture, connection=swarm.connection).eval()
+
+
+@pytest.fixture
+def plain(mixture: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(mixture).eval()
+
+
+@pytest.fixture
+def url(plain: Any, tokenizer: Any, tmp_path: Path) -> Iterator[str]:
+    with serving(plain, tokenizer, tmp_path) as address:
+        yield address
+
+
+@pytest.fixture
+def rest(url: str) -> Iterator[Any]:
+    with client_at(url, kind=tinker.RestClient) as one:
+        yield one
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Any]:
+    with client_at(url) as one:
+        yield one
+
+
+def trained(client: Any, steps: int = 2, **lora: Any) -> Any:
+    training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1, **lora).result()
+    for _ in range(steps):
+        calls = [training.forward_backward([datum(ids)], "cross_entropy") for ids in TEXTS]
+        step = training.optim_step(types.AdamParams(learning_rate=0.02))
+        assert all(call.result() for call in calls)
+        assert step.result()
+    return training
+
+
+def losses_of(model: Any) -> list[float]:
+    found = []
+    for ids in TEXTS:
+        logits = model(torch.tensor([ids[:-1]])).logits[0]
+        found.append(float(functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")))
+    return found
+
+
+def test_what_is_trained_anywhere_is_peft_and_torch(anywhere: Any, tokenizer: Any, plain: Any, tmp_path: Path) -> None:
+    with serving(anywhere, tokenizer, tmp_path) as url, client_at(url) as client:
+        training = trained(client)
+        folder = find_checkpoint(tmp_path, training.save_state("end").result().path)
+        local = PeftModel.from_pretrained(plain, str(folder)).eval()
+        # An ordinary PEFT folder, which gives the same losses on plain transformers.
+        result = training.forward([datum(ids) for ids in TEXTS], "cross_entropy").result()
+        assert [-float(sum(one["logprobs"].data)) for one in result.loss_fn_outputs] == pytest.approx(
+            losses_of(local), rel=1e-4
+        )
+        sampler = training.save_weights_and_get_sampling_client().result()
+        prompt = TEXTS[1]
+        sample = sampler.sample(types.ModelInput.from_ints(prompt), 1, GREEDY).result().sequences[0]
+        with torch.no_grad():
+            wanted = local.generate(
+                input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None
+            )
+        assert sample.tokens == wanted[0, len(prompt) :].tolist()
+        # The same blocks compute both: the ratio of policy gradients starts at 1.
+        seen = training.forward([datum([*prompt, *sample.tokens])], "cross_entropy").result().loss_fn_outputs[0]
+        assert sample.logprobs == pytest.approx(seen["logprobs"].data[-6:], abs=5e-5)
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, *sample.tokens])).result()
+        assert scored[0] is None
+        assert scored[1:] == pytest.approx(seen["logprobs"].data, abs=5e-5)
+
+
+def find_checkpoint(state_dir: Path, path: str) -> Path:
+    return state_dir / "runs" / path.removeprefix("tinker://")
+
+
+def test_a_saved_state_goes_on_exactly(client: Any) -> None:
+    first = trained(client)
+    path = first.save_state("two").result().path
+    second = client.create_training_client_from_state_with_optimizer(path).result()
+    for training in (first, second):
+        training.forward_backward([datum(TEXTS[0])], "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    one, other = (training.forward([datum(TEXTS[1])], "cross_entropy").result() for training in (first, second))
+    assert one.metrics == other.metrics
+    # Of older scripts, and deprecated.
+    third = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    with pytest.warns(FutureWarning, match="load_state"):
+        third.load_state_with_optimizer(path).result()
+    third.forward_backward([datum(TEXTS[0])], "cross_entropy").result()
+    third.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    assert third.forward([datum(TEXTS[1])], "cross_entropy").result().metrics == one.metrics
+
+
+def test_a_custom_loss_is_computed_at_the_client(client: Any, plain: Any) -> None:
+    training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+
+    def squared(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        loss = torch.stack([one.square().sum() for one in logprobs]).sum()
+        return loss, {"squared:sum": loss.item()}
+
+    found = training.forward_backward_custom([datum(TEXTS[0])], squared).result()
+    logits = plain(torch.tensor([TEXTS[0][:-1]])).logits[0].log_softmax(-1)
+    wanted = logits.gather(1, torch.tensor(TEXTS[0][1:])[:, None]).square().sum()
+    assert found.metrics["squared:sum"] == pytest.approx(float(wanted), rel=1e-4)
+    assert training.optim_step(types.AdamParams()).result().metrics["grad_norm:mean"] > 0
+
+
+def test_calls_of_many_texts_are_one(client: Any) -> None:
+    texts = [datum(TEXTS[index % 3]) for index in range(600)]  # more than one request takes
+    training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+    result = training.forward_backward(texts, "cross_entropy").result()
+    single = training.forward([datum(ids) for ids in TEXTS], "cross_entropy").result()
+    assert len(result.loss_fn_outputs) == 600
+    assert result.metrics["loss:sum"] == pytest.approx(200 * single.metrics["loss:sum"], rel=1e-4)
+
+
+def test_sparse_targets_are_a_distillation(client: Any, plain: Any) -> None:
+    training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+    targets = torch.zeros(4, 30, dtype=torch.int64)
+    weights = torch.zeros(4, 30)
+    targets[:, :2], weights[:, :2] = torch.tensor([7, 8]), torch.tensor([0.75, 0.25])
+    text = types.Datum(
+        model_input=types.ModelInput.from_ints(TEXTS[0][:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_torch_sparse(targets),
+            "weights": types.TensorData.from_torch_sparse(weights),
+        },
+    )
+    found = training.forward_backward([text], "cross_entropy").result().metrics["loss:sum"]
+    logprobs = plain(torch.tensor([TEXTS[0][:-1]])).logits[0].log_softmax(-1)
+    assert found == pytest.approx(-float((logprobs[:, 7] * 0.75 + logprobs[:, 8] * 0.25).sum()), rel=1e-4)
+
+
+def test_samples(client: Any, tokenizer: Any) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    prompt = types.ModelInput.from_ints(TEXTS[1])
+
+    def draw(count: int = 1, **params: Any) -> Any:
+        chosen = types.SamplingParams(**{"max_tokens": 5, "stop": [], **params})
+        return sampler.sample(prompt, count, chosen).result().sequences
+
+    first, again, other = draw(4, seed=3), draw(4, seed=3), draw(4, seed=4)
+    assert [one.tokens for one in first] == [one.tokens for one in again] != [one.tokens for one in other]
+    assert len({tuple(one.tokens) for one in first}) > 1
+    assert {one.stop_reason for one in first} == {"length"}
+    (greedy,) = draw(temperature=0.0)
+    (stopped,) = draw(temperature=0.0, stop=[greedy.tokens[2]])
+    # What ends an answer is part of it.
+    length = 1 + min(
+        greedy.tokens.index(end) for end in (tokenizer.eos_token_id, greedy.tokens[2]) if end in greedy.tokens
+    )
+    assert stopped.tokens == greedy.tokens[:length]
+    assert (stopped.stop_reason, len(stopped.logprobs)) == ("stop", length)
+    top = sampler.sample(prompt, 1, GREEDY, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+    assert len(top.prompt_logprobs) == len(TEXTS[1])
+    assert [len(one or ()) for one in top.topk_prompt_logprobs][1:] == [3] * (len(TEXTS[1]) - 1)
+
+
+def test_samples_of_one_prompt_are_drawn_together(client: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    generate = Engine.generate
+
+    def counted(engine: Engine, request: Generation) -> Any:
+        rows.append(request.n)
+        return generate(engine, request)
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    prompt = types.ModelInput.from_ints(TEXTS[1])
+    params = types.SamplingParams(max_tokens=6, stop=[])
+    calls = [sampler.sample(prompt, 1, params) for _ in range(8)]
+    found = [call.result().sequences[0] for call in calls]
+    assert sum(rows) == 8
+    assert len(rows) < 8
+    assert len({tuple(one.tokens) for one in found}) > 1
+    for one in found:
+        ids = torch.tensor([TEXTS[1] + one.tokens])
+        wanted = plain(ids[:, :-1]).logits[0].log_softmax(-1).gather(1, ids[0, 1:, None])[-6:, 0]
+        assert one.logprobs == pytest.approx(wanted.tolist(), abs=5e-5)
+
+
+def test_runs_of_two_keys_do_not_mix(url: str) -> None:
+    with client_at(url, KEYS[0]) as anna, client_at(url, KEYS[1]) as ben:
+        alone = trained(anna, steps=1).forward([datum(TEXTS[0])], "cross_entropy").result().metrics
+        one, other = (
+            each.create_lora_training_client(base_model=NAME, rank=4, seed=1).result() for each in (anna, ben)
+        )
+        calls = [
+            each.forward_backward([datum(ids)], "cross_entropy")
+            for ids, foreign in zip(TEXTS, reversed(TEXTS), strict=True)
+            for each, ids in ((one, ids), (other, foreign[:2]))
+        ]
+        steps = [each.optim_step(types.AdamParams(learning_rate=0.02)) for each in (one, other)]
+        assert all(call.result() for call in [*calls, *steps])
+        assert one.forward([datum(TEXTS[0])], "cross_entropy").result().metrics == alone
+        path = one.save_state("mine").result().path
+        with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
+            ben.create_training_client_from_state(path).result()
+
+
+def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
+    with pytest.raises(tinker.NotFoundError, match="this server has Org/Tiny"):
+        client.create_lora_training_client(base_model="Org/Other").result()
+    with pytest.raises(tinker.AuthenticationError, match="a wrong API key"), client_at(url, "tml-wrong"):
+        pass
+    with pytest.raises(tinker.RequestFailedError, match="a LoRA of rank 1000 cannot be trained here: 1 to 256"):
+        client.create_lora_training_client(base_model=NAME, rank=1000).result()
+    training = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    for text, loss, message in (
+        (datum([5] * 4000), "cross_entropy", "3999 tokens, but the model reads"),
+        (datum(TEXTS[0], weights=[1.0]), "cross_entropy", r"weights has shape \(1,\)"),
+        (datum(TEXTS[0], logprobs=[0.0] * 4, advantages=[float("nan")] * 4), "ppo", "advantages is NaN"),
+        (datum(TEXTS[0]), "stable_reinforce", "use loss_fn=importance_sampling"),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            training.forward_backward([text], loss).result()
+        with pytest.raises(tinker.RequestFailedError, match="a forward_backward before it failed"):
+            training.optim_step(types.AdamParams()).result()
+    with pytest.raises(tinker.RequestFailedError, match="call forward_backward first"):
+        training.optim_step(types.AdamParams()).result()
+    image = types.Datum(
+        model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")]),
+        loss_fn_inputs={"target_tokens": types.TensorData.from_torch(torch.tensor([5]))},
+    )
+    with pytest.raises(tinker.RequestFailedError, match="this model reads tokens of text only"):
+        training.forward([image], "cross_entropy").result()
+    training.forward_backward([datum(TEXTS[0])], "cross_entropy").result()
+    assert training.optim_step(types.AdamParams()).result()
+
+
+def test_runs_and_checkpoints_are_listed(url: str, client: Any, rest: Any) -> None:
+    training = trained(client, steps=1)
+    run = training.model_id
+    state = training.save_state("a", user_metadata={"note": "first"}).result().path
+    sampler = training.save_weights_for_sampler("b", ttl_seconds=7200).result().path
+    (known,) = rest.list_training_runs().result().training_runs
+    assert (known.training_run_id, known.lora_rank, known.last_checkpoint.tinker_path) == (run, 4, state)
+    assert rest.get_training_run(run).result().last_sampler_checkpoint.tinker_path == sampler
+    listed = rest.list_checkpoints(run).result().checkpoints
+    assert [one.tinker_path for one in listed] == [sampler, state]
+    assert listed[1].user_metadata == {"note": "first"}
+    assert listed[0].expires_at is not None
+    info = rest.get_weights_info_by_tinker_path(state).result()
+    assert (info.base_model, info.lora_rank, info.train_mlp) == (NAME, 4, True)
+    found = client.create_sampling_client(model_path=sampler).result()
+    prompt = types.ModelInput.from_ints(TEXTS[0])
+    live = training.save_weights_and_get_sampling_client().result()
+    assert found.sample(prompt, 1, GREEDY).result().sequences[0].tokens == (
+        live.sample(prompt, 1, GREEDY).result().sequences[0].tokens
+    )
+    with client_at(url, KEYS[1], tinker.RestClient) as bens:
+        assert not bens.list_training_runs().result().training_runs
+        with pytest.raises(tinker.NotFoundError):
+            bens.delete_checkpoint_from_tinker_path(state).result()
+    with client_at(url, KEYS[1]) as ben:
+        rest.publish_checkpoint_from_tinker_path(state).result()
+        copied = ben.create_training_client_from_state(state).result()
+        # Without the optimizer's state: weights alone.
+        assert copied.forward([datum(TEXTS[0])], "cross_entropy").result().metrics == (
+            training.forward([datum(TEXTS[0])], "cross_entropy").result().metrics
+        )
+        rest.unpublish_checkpoint_from_tinker_path(state).result()
+        with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
+            ben.create_training_client_from_state(state).result()
+    rest.set_checkpoint_ttl_from_tinker_path(state, 3600).result()
+    assert rest.list_checkpoints(run).result().checkpoints[1].expires_at is not None
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    assert [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints] == [sampler]
+
+
+def test_an_adapter_is_downloaded_without_a_key(client: Any, rest: Any, plain: Any, tmp_path: Path) -> None:
+    training = trained(client, steps=1)
+    path = training.save_weights_external("out").result().path
+    urls = rest.get_external_weights_urls(path).result().urls
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name, address in urls.items():
+        (folder / name).write_bytes(httpx2.get(address).raise_for_status().content)
+    local = PeftModel.from_pretrained(plain, str(folder)).eval()
+    found = training.forward([datum(ids) for ids in TEXTS], "cross_entropy").result().metrics["loss:sum"]
+    assert sum(losses_of(local)) == pytest.approx(found, rel=1e-4)
+    token = urls["adapter_config.json"].split("/")[-2]
+    for other in (token[:-1], token):
+        address = urls["adapter_config.json"].replace(token, other).replace("adapter_config", "checkpoint")
+        assert httpx2.get(address).status_code == 404
