@@ -106,18 +106,16 @@ class Columns:
         places = dict(zip(self.carried.values(), sides, strict=False))
         return tuple(places.get(place, one) for place, one in enumerate(returned))
 
-    def collect(
-        self, calls: Mapping[int, Arguments], hidden: Tensor, carried: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def collect(self, calls: Mapping[int, Arguments], hidden: Tensor, carried: Sequence[Tensor] = ()) -> list[Tensor]:
         """Returns what travels behind the hidden states, given the arguments of all blocks.
 
-        ``carried`` is what the block before has handed on. None: there is none.
+        ``carried`` is what the block before has handed on; zeros, if there is none.
 
         Raises:
             KeyError: If a block, or an argument, was not given.
         """
         sides = {index: calls[block][key] for block, keys in self.taken.items() for key, index in keys.items()}
-        sides |= dict(enumerate(carried or ()))
+        sides |= dict(enumerate(carried))
         return [
             sides[index] if index in sides else hidden.new_zeros(*hidden.shape[:2], *shape)
             for index, shape in enumerate(self.shapes)

@@ -36,6 +36,11 @@ def check_caches(decoder: PreTrainedModel, stack: RemoteStack) -> None:
     """Raises UnsupportedError if local blocks would not find in a cache what they use, with others on servers."""
     what = f"local_blocks={stack.local_blocks} cannot work with {type(decoder).__name__}"
     before, behind = stack.local_blocks
+    if stack.columns.gathered and (before or behind):
+        raise UnsupportedError(
+            f"{what}, which makes arguments of later layers of what earlier ones get: leave all blocks to servers "
+            "(local_blocks=(0, 0))"
+        )
     if before and getattr(decoder.config, "num_hidden_layers", stack.num_blocks) != stack.num_blocks:
         raise UnsupportedError(
             f"{what}, whose layers keep several keys and values each: leave the first blocks to servers "

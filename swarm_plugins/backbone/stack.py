@@ -49,11 +49,11 @@ class _Running:
         *between, last = (columns.in_streams(one, shape) for one in states)
         self.hidden = [*(between if inputs.collect_hidden else [last] * (len(inputs.blocks) - 1)), last]
         """The output of each block, as far as models go on with it."""
-        self.sides = columns.split(outputs.hidden)[1]
+        self.sides = sides = columns.split(outputs.hidden)[1]
         """What has travelled behind the last one."""
         for block in inputs.blocks[1:]:
             if block in columns.gathered:
-                self.hidden[block - inputs.blocks.start - 1] = self.sides[columns.gathered[block]]
+                self.hidden[block - inputs.blocks.start - 1] = sides[columns.gathered[block]]
         self.first_block = self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
 
@@ -239,7 +239,7 @@ class RemoteStack:
             blocks = next((chain for chain in self.chains if index == self._next_called(chain.start)), alone)
             named = {name: value for name, value in arguments.items() if isinstance(name, str)}
             swap: CacheSwap | None = getattr(self._local, "swap", None)
-            carried = self._carried(arguments) if index else None
+            carried = self._carried(arguments) if index else []
             running = self._run(blocks, hidden, swap.cache if swap else cache, self._called_with or named, carried)
         return self._hand_on(running, index)
 
@@ -273,7 +273,7 @@ class RemoteStack:
         hidden: Tensor,
         cache: Cache | None,
         called_with: dict[str, Any],
-        carried: Sequence[Tensor] | None,
+        carried: Sequence[Tensor],
     ) -> _Running:
         self._local.running = None
         collector = _active_collector.get() or {}
@@ -319,7 +319,7 @@ class RemoteStack:
             outputs = run_cached(self.remote, inputs, cache, offsets, is_training=is_training)
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape, self.columns)
 
-    def _further(self, hidden: Tensor, carried: Sequence[Tensor] | None) -> list[Tensor]:
+    def _further(self, hidden: Tensor, carried: Sequence[Tensor]) -> list[Tensor]:
         """Returns what layers take besides hidden states, given what a layer before has handed on.
 
         The first layer is called with its own alone: the decoder runs a second time, over layers that do nothing.

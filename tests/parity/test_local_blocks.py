@@ -116,6 +116,7 @@ def test_what_travels_beside_hidden_states_reaches_local_and_remote_blocks(
         pytest.param("longcat_flash", (1, 0), "layers keep several keys and values each"),
         pytest.param("qwen4_exp_text", (1, 1), "keeps positions for later layers with block 1: run that one here too"),
         pytest.param("rwkv", (1, 0), "whose states are not in a cache of transformers"),
+        pytest.param("inkling2_text", (0, 1), "makes arguments of later layers of what earlier ones get"),
     ],
 )
 def test_local_blocks_that_a_family_does_not_allow_are_refused_at_load(
