@@ -48,12 +48,11 @@ class Tuner(L.LightningModule):
 
 text = (Path(__file__).parent / "data" / "gettysburg.txt").read_text()
 tokens = torch.tensor(AutoTokenizer.from_pretrained(options.base)(text)["input_ids"])
-rows = tokens[: len(tokens) // (32 * ROWS) * 32 * ROWS].view(-1, 32)
-pieces = DataLoader(rows, batch_size=ROWS // options.devices)  # type: ignore[arg-type]
+pieces = DataLoader(tokens[: len(tokens) // 32 * 32].view(-1, 32), batch_size=ROWS // options.devices)  # type: ignore[arg-type]
 L.seed_everything(0)
 trainer = L.Trainer(strategy="swarm", accelerator="cpu", devices=options.devices, max_epochs=2, logger=False)
 tuner = Tuner()
 trainer.fit(tuner, pieces)
 if trainer.is_global_zero:
-    print(f"{trainer.world_size} processes: loss {trainer.callback_metrics['loss']:.7f}")
+    print(f"{trainer.world_size} processes: loss {trainer.callback_metrics['loss']:.4f}")
     tuner.model.save_pretrained("runs/several_processes", save_embedding_layers=False)
