@@ -168,6 +168,33 @@ def test_two_processes_are_started_by_the_trainer(tiny_mixtral: Path, peers: Map
     assert all("lora_" in name for name in tensor_names(tmp_path / "runs" / "several_processes"))
 
 
+def test_one_module_trains_alike_in_three_places(tiny_mixtral: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("three_places.py"), tiny_mixtral, environment={})
+    found = numbers(r"^(?:swarm|offloaded|in memory), .*: difference ([\d.e-]+)", said)
+    # Places sum in other orders, and Adam makes a step of the smallest gradient.
+    assert found == pytest.approx([0] * 6, abs=1e-4)
+
+
+def test_an_adapter_comes_back_from_the_hub(tiny_mixtral: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("hub_round_trip.py"), tiny_mixtral, environment={"HF_HUB_OFFLINE": "0"})
+    assert re.search(r"found me/my-adapter v\d", said)
+    [change] = numbers(r"changes logits by ([\d.e-]+)", said)
+    assert change > 1e-2
+    assert numbers(r"here and there: difference ([\d.e-]+)", said) == pytest.approx([0], abs=1e-5)
+
+
+def test_a_reader_between_blocks_has_the_gradients_of_the_local_model(tiny_mixtral: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("reader_between_blocks.py"), tiny_mixtral, environment={})
+    [size] = numbers(r"largest gradient ([\d.e-]+)", said)
+    assert size > 1e-3
+    assert numbers(r"difference ([\d.e-]+)", said) == pytest.approx([0, 0], abs=1e-5)
+
+
+def test_an_adapter_writes_the_same_in_three_places(tiny_mixtral: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("generate_in_three_places.py"), tiny_mixtral, environment={})
+    assert re.findall(r"equal: (\w+)", said) == ["True"] * 3
+
+
 def test_fabric_run_starts_two_processes(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
     options = ["--base", tiny_mixtral, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
     said = run(tmp_path, *fabric_run("--devices=2"), *options, "--steps", "4", environment=peers)
