@@ -165,10 +165,12 @@ class Points:
         return 0.0 if account is None else account.earned + account.served
 
     def summary(self) -> str:
-        """Returns the accounts with most work in one line."""
+        """Returns in one line what this server's books say of the peers with most work, in tokens times blocks."""
         busiest = sorted(self._accounts.items(), key=lambda pair: -pair[1].earned - pair[1].served)[:_SHOWN]
-        parts = [f"{peer} {account.served:.0f} served, {account.earned:.0f} earned" for peer, account in busiest]
-        return f"{len(self._accounts)} peers; {'; '.join(parts)}" if parts else "no peers yet"
+        parts = [f"{peer} {account.served:.0f} for it, {account.earned:.0f} by it" for peer, account in busiest]
+        if not parts:
+            return "no peers in this server's books yet"
+        return f"{len(self._accounts)} peers in this server's books, tokens times blocks computed: {'; '.join(parts)}"
 
     def _account(self, peer: str) -> _Account:
         now = time.time()

@@ -23,7 +23,10 @@ def test_points_survive_a_restart(tmp_path: Path) -> None:
     assert again.weight("a") == pytest.approx(first.weight("a"), rel=1e-3)
     assert again.weight("a") > 3.5
     assert again.rank("b") == 500
-    assert "2 peers; a 0 served, 10000000 earned; b 500 served" in again.summary()
+    assert (
+        "2 peers in this server's books, tokens times blocks computed: a 0 for it, 10000000 by it; b 500 for it"
+        in again.summary()
+    )
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["key.points"]
 
 
