@@ -51,8 +51,8 @@ def insert_module(
         instead_of: The block that it replaces.
 
     Raises:
-        ConfigError: If not exactly one place is given, the block does not exist, the name is taken, or servers cannot
-            run the blocks on both sides apart from each other.
+        ConfigError: If not exactly one place is given, the block does not exist, the name is taken, the module is none,
+            or servers cannot run the blocks on both sides apart from each other.
         UnsupportedError: If blocks of this model hand on more than hidden states, which would be lost there.
     """
     place, block = _only_place({"before": before, "after": after, "instead_of": instead_of})
@@ -65,6 +65,8 @@ def insert_module(
     decoder = decoder_of(model, layer_list_name(model))
     if not name.isidentifier() or hasattr(decoder, name):
         raise ConfigError(f"name={name!r}: expected a Python name that {type(decoder).__name__} has no attribute of")
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
     if stack is not None:
         stack.cut(range(block + (place == "after"), block + (place != "before")))
     inserted = _Inserted(decoder, name, stack, block)

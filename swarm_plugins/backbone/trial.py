@@ -29,7 +29,7 @@ from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.checkpoint.tiny import FIRST_SPECIAL, VOCAB_SIZE, randomize, tiny_config
 from swarm_plugins.checkpoint.tried import is_tried
-from swarm_plugins.errors import CapacityError, UnsupportedError, one_line
+from swarm_plugins.errors import CapacityError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.noise import quiet_transformers
 
 if TYPE_CHECKING:
@@ -101,7 +101,10 @@ def _fault_of(described: _Described) -> str | None:
             _compare(*models)
     except _DiffersError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - any kind, from any line of a model that nobody knows
+    except Exception as error:
+        # Of any kind, from any line of a model that nobody knows; but a full disk is not the family's fault.
+        if isinstance(error, OSError | MemoryError) and not isinstance(error, SwarmError):
+            raise
         return one_line(error, with_kind=True)
     return None
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from swarm_plugins.errors import ConfigError, SwarmError, TransportError, one_line
+from swarm_plugins.errors import ConfigError, TransportError, one_line
 
 _TEXT_BYTES = 480
 _DIGEST_BYTES = 32
@@ -17,7 +17,7 @@ _DIGEST_BYTES = 32
 
 def agree(
     plan: str,
-    refusal: SwarmError | None,
+    refusal: Exception | None,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     alike: str = "model, mesh and sizes",
@@ -35,7 +35,7 @@ def agree(
         ConfigError: If a rank refuses, or if two ranks have different plans.
     """
     digest = hashlib.sha256(plan.encode()).digest()
-    text = b"" if refusal is None else str(refusal).encode()[:_TEXT_BYTES]
+    text = b"" if refusal is None else (str(refusal) or type(refusal).__name__).encode()[:_TEXT_BYTES]
     mine = torch.tensor(list(digest + text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
     with translated("an agreement of all ranks"):

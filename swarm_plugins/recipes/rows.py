@@ -136,6 +136,8 @@ def _load(dataset: str, options: Mapping[str, Any], first: int | None) -> Datase
     if path.is_file():
         if path.suffix not in _KINDS:
             raise ConfigError(f"data set {dataset!r} has an unknown suffix {path.suffix!r}; {advice}")
+        if options["data_files"] is not None:
+            raise ConfigError(f"data set {dataset!r} is a file itself: leave data_files out, or name its folder")
         options, dataset = {**options, "data_files": dataset}, _KINDS[path.suffix]
     try:
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):

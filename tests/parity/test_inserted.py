@@ -212,6 +212,8 @@ def test_wrong_places_are_refused(pair, is_remote: bool) -> None:
     for name in ("layers", "a.b", ""):
         with pytest.raises(ConfigError, match="expected a Python name"):
             insert_module(model, name, module, before=1)
+    with pytest.raises(ConfigError, match="module is a function: expected a torch"):
+        insert_module(model, "reader", lambda hidden: hidden, before=1)
     assert not any(parameter for parameter in model.modules() if parameter is module)
     insert_module(model, "narrow", nn.Linear(model.config.hidden_size, 3), before=1)
     with pytest.raises(ConfigError, match=r"'narrow' beside block 1 returned \[2, 8, 3\], expected .* \[2, 8, "):

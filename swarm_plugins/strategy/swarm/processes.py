@@ -23,13 +23,14 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from swarm_plugins.errors import ConfigError, SwarmError, TransportError, one_line
+from swarm_plugins.errors import ConfigError, TransportError, one_line
 from swarm_plugins.parallel.agreement import agree, translated
 from swarm_plugins.strategy.swarm.gradients import average_gradients, send_from_first
 from swarm_plugins.strategy.swarm.inspection import base_versions
 
 DEFAULT_TIMEOUT_S = 1800.0
 """torch's own: a process may save, publish or validate while the others wait."""
+MAX_TIMEOUT_S = 1e6
 
 
 class Processes:
@@ -128,10 +129,15 @@ class Processes:
         """Meets the other processes.
 
         Raises:
-            TransportError: If one does not come within the deadline.
+            ConfigError: If the deadline is none.
+            TransportError: If one does not come within it.
         """
         if not self.is_distributed:
             return
+        if not 0 < self.timeout_s < MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s!r}: expected seconds, more than 0 and less than {MAX_TIMEOUT_S:g}"
+            )
         device = self.root_device
         try:
             _init_dist_connection(
@@ -155,10 +161,10 @@ class Processes:
         Raises:
             ConfigError: If another process raises, or has another plan.
         """
-        refusal: SwarmError | None = None
+        refusal: Exception | None = None
         try:
             yield
-        except SwarmError as error:
+        except Exception as error:
             if not self.is_distributed:
                 raise
             refusal = error

@@ -101,6 +101,18 @@ def test_a_config_of_which_no_small_model_can_be_made_is_refused(monkeypatch: py
 
 
 @pytest.mark.usefixtures("next_release")
+def test_a_full_disk_is_not_the_familys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trial, "_compare", full)
+        with pytest.raises(OSError, match="No space left"):
+            try_family(config_of("llama"), "m")
+    try_family(config_of("llama"), "m")
+
+
+@pytest.mark.usefixtures("next_release")
 def test_clients_and_servers_try_what_they_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save_tiny("llama", tmp_path)
     monkeypatch.setattr(trial, "_fault_of", lambda described: "they differ")

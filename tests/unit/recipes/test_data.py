@@ -124,6 +124,11 @@ def test_classes_of_both_splits(folder: Path) -> None:
         pytest.param({"dataset": "{}"}, r"no column 'messages', .*; it has words, label: name .*column", id="columns"),
         pytest.param({"dataset": "{}", "column": "word"}, r"has no column 'word'; it has words, label$", id="column"),
         pytest.param({"dataset": "{}", "split": "test"}, r'Unknown split "test".*\[\'train\', \'val', id="split"),
+        pytest.param(
+            {"dataset": "{}/train.jsonl", "data_files": "other.jsonl"},
+            "is a file itself: leave data_files out",
+            id="files",
+        ),
         pytest.param({"dataset": "{}", "name": "en"}, r"BuilderConfig 'en' not found.*'default'", id="config"),
     ],
 )

@@ -81,6 +81,14 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
         Trainer(strategy="swarm", accelerator="cpu", devices=1, logger=False)
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+def test_a_deadline_that_is_none_is_refused(timeout_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = SwarmStrategy(timeout_s=timeout_s)
+    monkeypatch.setattr(strategy, "world_size", 2)
+    with pytest.raises(ConfigError, match=r"timeout_s=.*: expected seconds"):
+        strategy.open_group()
+
+
 def test_several_processes_in_a_notebook_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_IS_INTERACTIVE", True)
     with pytest.raises(ConfigError, match=r"devices=2 starts the program again .* notebook .* pass devices=1"):
