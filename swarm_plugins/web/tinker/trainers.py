@@ -20,7 +20,7 @@ from swarm_plugins.tuning.lora import new_lora
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 from swarm_plugins.web.protocol.errors import ApiError
-from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights, lifetime_of
+from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights, lifetime_of, texts_of
 from swarm_plugins.web.tinker.line import GapError
 from swarm_plugins.web.tinker.sessions import Training
 from swarm_plugins.web.tinker.wire import call_of, computed_message, datums_of
@@ -43,6 +43,10 @@ class Trainers:
         self.name = name
         self.store = store
         self.bounds = bounds
+        self.num_steps = 0
+        """Steps of all optimizers."""
+        self.num_tokens = {"forward": 0, "forward_backward": 0}
+        """Tokens of the texts of successful calls, by kind."""
         self._turns = FairLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-api-training")
 
@@ -77,6 +81,11 @@ class Trainers:
 
         return Training(facts, await self._run(facts.owner, work))
 
+    def forget_later(self, facts: RunFacts) -> None:
+        """Has the folder of a run that has no checkpoint deleted, after what is under way."""
+        with contextlib.suppress(RuntimeError):  # at the end of the API
+            self._thread.submit(self.store.forget_empty, facts.run)
+
     async def load(self, facts: RunFacts, path: str, *, with_optimizer: bool) -> Tuner:
         """Returns the model of a checkpoint, for a run."""
 
@@ -106,7 +115,10 @@ class Trainers:
                     if not request.forward_only:
                         tuner.fail(str(exc))
                     raise
-                return computed_message(tuner.compute(datums, call, backward=not request.forward_only))
+                answer = computed_message(tuner.compute(datums, call, backward=not request.forward_only))
+                kind = "forward" if request.forward_only else "forward_backward"
+                self.num_tokens[kind] += sum(len(datum.tokens) for datum in datums)
+                return answer
 
             return await self._run(training.facts.owner, work)
 
@@ -119,6 +131,7 @@ class Trainers:
                 raise ConfigError(f"the optimizer {printable(other.type[:100])!r} is not known here: use AdamParams")
             params = msgspec.structs.asdict(settings or AdamBody())
             metrics = await self._run(training.facts.owner, lambda: training.tuner.step(AdamParams(**params)))
+            self.num_steps += 1
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}
 
     async def save(self, training: Training, seq_id: int, kind: Kind, body: SaveWeights) -> CheckpointFacts:
@@ -133,7 +146,7 @@ class Trainers:
                     body.path or f"{seq_id:06d}",
                     overwrite=body.overwrite,
                     ttl_s=lifetime_of(body.ttl_seconds),
-                    metadata=body.user_metadata,
+                    metadata=texts_of(body.user_metadata),
                 ),
             )
 

@@ -223,6 +223,20 @@ def test_checkpoints_are_bounded(base: Any, tmp_path: Path) -> None:
         store.save(tuner, facts(), "weights", "a")
 
 
+def test_a_run_without_checkpoints_is_forgotten(base: Any, tmp_path: Path) -> None:
+    store, tuner = CheckpointStore(tmp_path, max_per_owner=1), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    saved = store.save(tuner, facts(), "weights", "a")
+    with pytest.raises(CapacityError, match="you have 1 checkpoints"):
+        store.save(tuner, facts(), "weights", "b")
+    store.forget_empty(RUN)
+    assert store.runs("")
+    store.delete(saved)
+    store.forget_empty(RUN)
+    assert not store.runs("")
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) -> None:
     store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
     store.add_run(facts())

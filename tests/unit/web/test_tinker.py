@@ -319,6 +319,14 @@ def test_runs_and_checkpoints_are_listed(url: str, client: Any, rest: Any) -> No
     assert [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints] == [sampler]
 
 
+def test_what_is_trained_is_counted(url: str, client: Any) -> None:
+    trained(client, steps=1)
+    found = httpx2.get(f"{url}/metrics", headers={"X-API-Key": KEYS[0]}).text
+    assert "swarm_api_training_models 1.0" in found
+    assert "swarm_api_training_steps_total 1.0" in found
+    assert f'swarm_api_training_tokens_total{{kind="forward_backward"}} {sum(map(len, TEXTS)) - 3}.0' in found
+
+
 def test_an_adapter_is_downloaded_without_a_key(client: Any, rest: Any, plain: Any, tmp_path: Path) -> None:
     training = trained(client, steps=1)
     path = training.save_weights_external("out").result().path
