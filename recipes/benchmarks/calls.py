@@ -25,7 +25,7 @@ from recipes.benchmarks.swarm import swarm_model
 from recipes.benchmarks.train import TOKENS, batch_of_texts
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
-from swarm_plugins.tuning.lora import new_lora
+from swarm_plugins.tuning.adapters import new_lora
 
 GOAL_STEPS = 0.95
 GOAL_SAMPLES = 0.9

@@ -16,9 +16,9 @@ from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
 from swarm_plugins.testing import save_tiny
+from swarm_plugins.tuning.adapters import new_lora
 from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts, load_optimizer
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
-from swarm_plugins.tuning.lora import new_lora
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 
