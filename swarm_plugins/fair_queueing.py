@@ -43,20 +43,22 @@ class FairLock:
 
     Args:
         clock: Monotonic seconds.
+        places: How many it lets in side by side.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, places: int = 1) -> None:
         self._clock = clock
+        self._free = places
         self._clocks = Clocks()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._is_held = False
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
         """Waits for a turn of ``name``, and holds the lock while the ``with`` block runs."""
-        if self._is_held:
+        if self._free:
+            self._free -= 1
+        else:
             await self._wait(name)
-        self._is_held = True
         began = self._clock()
         try:
             yield
@@ -84,4 +86,4 @@ class FairLock:
             if not future.done():
                 future.set_result(None)
                 return
-        self._is_held = False
+        self._free += 1

@@ -174,6 +174,27 @@ def sessions(
 
 
 @app.command()
+def calls(
+    model: ModelFolder,
+    servers: Servers = 2,
+    group: Annotated[int, typer.Option(help="Samples of a prompt.", min=2, max=32)] = 8,
+    new_tokens: NewTokens = 48,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Measure training by calls on local servers: steps and samples over the same done here, and groups of samples."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.calls import bench_calls
+
+        return bench_calls(
+            model, num_servers=servers, group=group, new_tokens=new_tokens, rounds=rounds, progress=progress
+        )
+
+    measure("calls", run, json)
+
+
+@app.command()
 def api(
     model: ModelFolder,
     servers: Servers = 2,

@@ -41,7 +41,7 @@ def bench_api(
     """
     check_directory(directory)
     report = SwarmReport(command="benchmark api", model=directory.resolve().name, headings=("before", "after"))
-    with ThreadPoolExecutor(clients) as threads, _served(directory, num_servers) as (pid, client):
+    with ThreadPoolExecutor(clients) as threads, _asked(directory, num_servers) as (pid, client):
         talk = _Talk(client, threads, new_tokens)
         alone, together = (Arm(partial(talk.seconds_per_token, number), (pid,)) for number in (1, clients))
         take_turns("clients", [alone, together], rounds=rounds, progress=progress)
@@ -133,18 +133,28 @@ class _Talk:
 
 
 @contextlib.contextmanager
-def _served(directory: Path, num_servers: int) -> Iterator[tuple[int, openai.OpenAI]]:
+def _asked(directory: Path, num_servers: int) -> Iterator[tuple[int, openai.OpenAI]]:
     """Runs ``swarm api``; yields its process id and a client."""
-    command = [sys.executable, "-m", "swarm_plugins", "api", str(directory), "--port", "0"]
-    command += ["--local-swarm", str(num_servers)]
+    with served(directory, "--local-swarm", str(num_servers)) as (pid, url):
+        try:
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_ANSWER_S) as client:
+                yield pid, client
+        except openai.APIError as error:
+            raise SwarmError(f"the API has failed: {error}") from error
+
+
+@contextlib.contextmanager
+def served(directory: Path, *options: str) -> Iterator[tuple[int, str]]:
+    """Runs ``swarm api``; yields its process id and its address.
+
+    Raises:
+        SwarmError: If it does not start.
+    """
+    command = [sys.executable, "-m", "swarm_plugins", "api", str(directory), "--port", "0", *options]
     with tempfile.TemporaryDirectory() as folder:
         process = Process(command, os.environ, Path(folder) / "log.txt")
         try:
-            url = _url(process)
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_ANSWER_S) as client:
-                yield process.pid, client
-        except openai.APIError as error:
-            raise SwarmError(f"the API has failed: {error}") from error
+            yield process.pid, _url(process)
         finally:
             process.terminate(timeout_s=_END_S)
 

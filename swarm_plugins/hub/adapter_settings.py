@@ -58,20 +58,29 @@ def check_settings(adapter: AdapterFolder, *, is_shared: bool) -> None:
         config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
     except ValueError as exc:
         raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is not JSON ({one_line(exc)})") from exc
+    check_config(config, f"{CONFIG_FILE} of {adapter.label}", is_shared=is_shared)
+    if is_shared:
+        _check_tensors(adapter, config.get("modules_to_save") or ())
+
+
+def check_config(config: Any, label: str, *, is_shared: bool) -> None:
+    """Checks a config of PEFT by itself; see `check_settings`.
+
+    Raises:
+        CheckpointError: As there.
+    """
     if not isinstance(config, dict):
-        raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is a {type(config).__name__}, expected a JSON object")
+        raise CheckpointError(f"{label} is a {type(config).__name__}, expected a JSON object")
     found = [name for name in _REFUSED_SETTINGS if config.get(name)]
     if found:
         raise CheckpointError(
-            f"{CONFIG_FILE} of {adapter.label} sets {', '.join(found)}, which would load code or pickled files; "
-            "ask its author to save it without"
+            f"{label} sets {', '.join(found)}, which would load code or pickled files; ask its author to save it "
+            "without"
         )
     if fault := _size_fault(config):
-        raise CheckpointError(f"{adapter.label} cannot be used: its {CONFIG_FILE} {fault}")
+        raise CheckpointError(f"{label} cannot be used: it {fault}")
     if is_shared and (fault := _start_fault(config) or _name_fault(config)):
-        raise CheckpointError(f"{adapter.label} cannot share its base with other models: its {CONFIG_FILE} {fault}")
-    if is_shared:
-        _check_tensors(adapter, config.get("modules_to_save") or ())
+        raise CheckpointError(f"{label} cannot share its base with other models: it {fault}")
 
 
 def changes_of_base(config: Mapping[str, Any]) -> str:

@@ -91,13 +91,20 @@ class CheckpointStore:
     Args:
         root: Folder to keep them in; made if missing.
         max_bytes_per_owner: Most bytes of one owner's checkpoints.
+        max_per_owner: Most checkpoints of one owner.
         clock: Unix time, for tests.
     """
 
     def __init__(
-        self, root: Path, *, max_bytes_per_owner: int = 64 * _GIB, clock: Callable[[], float] = time.time
+        self,
+        root: Path,
+        *,
+        max_bytes_per_owner: int = 64 * _GIB,
+        max_per_owner: int = 1000,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._root = root
+        self._max_per_owner = max_per_owner
         self._max_bytes = max_bytes_per_owner
         self._clock = clock
 
@@ -210,6 +217,11 @@ class CheckpointStore:
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
+    def forget_empty(self, run: str) -> None:
+        """Deletes what is kept of a run, unless it has checkpoints."""
+        if not self.checkpoints(run):
+            shutil.rmtree(self._folder(run), ignore_errors=True)
+
     def _folder(self, run: str) -> Path:
         if not _RUN.fullmatch(run):
             raise ConfigError(f"{printable(run[:100])!r} is no id of a run")
@@ -235,7 +247,10 @@ class CheckpointStore:
         return facts
 
     def _check_room(self, owner: str, num_bytes: int) -> None:
-        used = sum(one.num_bytes for run in self.runs(owner) for one in self.checkpoints(run.run))
+        known = [one for run in self.runs(owner) for one in self.checkpoints(run.run)]
+        if len(known) >= self._max_per_owner:
+            raise CapacityError(f"you have {len(known)} checkpoints, the most that may be: delete some")
+        used = sum(one.num_bytes for one in known)
         if used + num_bytes > self._max_bytes:
             raise CapacityError(
                 f"your checkpoints take {used / _GIB:.1f} GiB of the {self._max_bytes / _GIB:.1f} GiB that they may: "

@@ -139,7 +139,8 @@ class Tuner:
         ids = pad_sequence([datum.tokens for datum in datums], batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
         device = self.model.device
-        logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False).logits
+        output = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False)
+        logits = output.logits[:, -ids.shape[1] :]  # virtual tokens of soft prompts come first
         results = [
             _lossed(row[:length].float().cpu(), datum, call)
             for row, length, datum in zip(logits, lengths, datums, strict=True)

@@ -99,7 +99,7 @@ def create_app(
         app.include_router(state_router(source))
     if training is not None:
         app.include_router(tinker_router(training))
-    app.include_router(metrics_router(engine))
+    app.include_router(metrics_router(engine, training))
     app.include_router(page_router(chat=True))
     app.add_middleware(Access, settings=settings, max_values=_MAX_VALUES + prompts.context)
     return app

@@ -12,6 +12,28 @@ from prometheus_client.registry import Collector
 from swarm_plugins.backbone.served import stack_of, swarm_connection
 from swarm_plugins.metrics.client import ClientCollector
 from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.tinker.service import TinkerService
+
+
+class TrainingCollector(Collector):
+    """Training of an API: metrics ``swarm_api_training_...``.
+
+    Args:
+        service: Has the models in training.
+    """
+
+    def __init__(self, service: TinkerService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        trainers, sessions = self._service.trainers, self._service.sessions
+        yield GaugeMetricFamily("swarm_api_training_models", "Models in training.", sessions.num_trainings)
+        yield GaugeMetricFamily("swarm_api_training_samplers", "Models to sample from.", sessions.num_samplers)
+        yield CounterMetricFamily("swarm_api_training_steps", "Steps of optimizers.", trainers.num_steps)
+        tokens = CounterMetricFamily("swarm_api_training_tokens", "Tokens of texts.", labels=["kind"])
+        for kind, number in trainers.num_tokens.items():
+            tokens.add_metric([kind], number)
+        yield tokens
 
 
 class ApiCollector(Collector):
@@ -39,11 +61,13 @@ class ApiCollector(Collector):
         yield tokens
 
 
-def metrics_router(engine: Engine) -> APIRouter:
+def metrics_router(engine: Engine, training: TinkerService | None) -> APIRouter:
     """Returns the route ``/metrics``: this process, its requests, and what they have asked of servers."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(ApiCollector(engine))
+    if training is not None:
+        registry.register(TrainingCollector(training))
     if stack_of(engine.models.base) is not None:
         registry.register(ClientCollector(swarm_connection(engine.models.base)))
     router = APIRouter()

@@ -11,6 +11,7 @@ from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.web.protocol.errors import ApiError
 
 T = TypeVar("T")
+_MAX_METADATA_CHARS = 1 << 14
 _SHORTEST_S, _LONGEST_S = 3600, 10 * 366 * 86400
 
 
@@ -165,6 +166,15 @@ class Lifetime(Body, frozen=True, kw_only=True):
     """When a checkpoint goes."""
 
     ttl_seconds: int | None = None
+
+
+def texts_of(metadata: dict[str, Any] | None) -> dict[str, str]:
+    """Returns a user's notes as texts; raises ConfigError if they are too long."""
+    found = {str(key): str(value) for key, value in (metadata or {}).items()}
+    length = sum(len(key) + len(value) for key, value in found.items())
+    if length > _MAX_METADATA_CHARS:
+        raise ConfigError(f"user_metadata has {length} characters: at most {_MAX_METADATA_CHARS} are kept")
+    return found
 
 
 async def read(request: Request, kind: type[T]) -> T:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from swarm_plugins.web.engine.request import Finished, Generation, Scored
 
 _GATHER_S = 0.02
-"""How long the first of a group waits for the others, which arrive within milliseconds."""
+"""How long a group waits for the next one, which arrives within milliseconds."""
 _MAX_ROWS = 32
 
 
@@ -57,7 +57,10 @@ class Groups:
         return await self._share(group, first, generation.n)
 
     async def _run(self, group: _Group) -> Drawn:
-        await asyncio.sleep(_GATHER_S)
+        rows = 0
+        while rows < group.rows < _MAX_ROWS:
+            rows = group.rows
+            await asyncio.sleep(_GATHER_S)
         self._close(group)
         return await self._draw(replace(group.generation, n=group.rows))
 

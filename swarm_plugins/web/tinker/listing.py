@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio.to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
@@ -56,26 +57,26 @@ class Links:
 
 
 def listing_router(store: CheckpointStore) -> APIRouter:
-    """Returns the routes."""
+    """Returns the routes. Those that are no coroutines run in threads: they read folders."""
     router, links = APIRouter(), Links()
 
     @router.get("/training_runs")
-    async def runs(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    def runs(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         found = store.runs(tenant_of(request))
         shown, cursor = _page(found, limit, offset)
         return {"training_runs": [_run(one, store) for one in shown], "cursor": cursor}
 
     @router.get("/training_runs/{run}")
-    async def run(request: Request, run: str) -> dict[str, Any]:
+    def run(request: Request, run: str) -> dict[str, Any]:
         return _run(_known(lambda: store.run(run, tenant_of(request))), store)
 
     @router.get("/training_runs/{run}/checkpoints")
-    async def checkpoints(request: Request, run: str) -> dict[str, Any]:
+    def checkpoints(request: Request, run: str) -> dict[str, Any]:
         _known(lambda: store.run(run, tenant_of(request)))
         return {"checkpoints": list(map(_checkpoint, store.checkpoints(run)))}
 
     @router.get("/checkpoints")
-    async def all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+    def all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
         found = [one for run in store.runs(tenant_of(request)) for one in store.checkpoints(run.run)]
         shown, cursor = _page(sorted(found, key=lambda one: -one.saved), limit, offset)
         return {"checkpoints": list(map(_checkpoint, shown)), "cursor": cursor}
@@ -83,7 +84,8 @@ def listing_router(store: CheckpointStore) -> APIRouter:
     @router.post("/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
         body = await bodies.read(request, bodies.OfPath)
-        _, run, _ = _known(lambda: store.find(body.tinker_path, tenant_of(request)))
+        tenant = tenant_of(request)
+        _, run, _ = await anyio.to_thread.run_sync(lambda: _known(lambda: store.find(body.tinker_path, tenant)))
         lora = run.lora
         return {
             "base_model": run.base,
@@ -106,7 +108,7 @@ def listing_router(store: CheckpointStore) -> APIRouter:
     _add_changes(router, store, own)
 
     @router.get(_PLACE + "/external_weights_urls")
-    async def urls(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
+    def urls(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
         _, folder = own(request, run, kind, name)
         token, expires = links.add(folder)
         base = str(request.base_url).rstrip("/")
@@ -114,7 +116,7 @@ def listing_router(store: CheckpointStore) -> APIRouter:
         return {"urls": files, "expires": _date(expires)}
 
     @router.get(f"/{FILES.split('/')[-2]}/{{token}}/{{name}}")
-    async def file(token: str, name: str) -> FileResponse:
+    def file(token: str, name: str) -> FileResponse:
         return FileResponse(links.file(token, name), filename=name)
 
     return router
@@ -124,26 +126,29 @@ def _add_changes(
     router: APIRouter, store: CheckpointStore, own: Callable[[Request, str, str, str], tuple[CheckpointFacts, Path]]
 ) -> None:
     @router.delete(_PLACE)
-    async def delete(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
+    def delete(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
         store.delete(own(request, run, kind, name)[0])
         return {}
 
     @router.put(_PLACE + "/ttl")
     async def lifetime(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
-        facts, _ = own(request, run, kind, name)
-        body = await bodies.read(request, bodies.Lifetime)
-        seconds = bodies.lifetime_of(body.ttl_seconds)
-        store.update(facts, public=facts.public, expires=None if seconds is None else time.time() + seconds)
+        seconds = bodies.lifetime_of((await bodies.read(request, bodies.Lifetime)).ttl_seconds)
+
+        def change() -> None:
+            facts, _ = own(request, run, kind, name)
+            store.update(facts, public=facts.public, expires=None if seconds is None else time.time() + seconds)
+
+        await anyio.to_thread.run_sync(change)
         return {}
 
     @router.post(_PLACE + "/publish")
-    async def publish(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
+    def publish(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
         facts, _ = own(request, run, kind, name)
         store.update(facts, public=True, expires=facts.expires)
         return {}
 
     @router.delete(_PLACE + "/publish")
-    async def unpublish(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
+    def unpublish(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
         facts, _ = own(request, run, kind, name)
         store.update(facts, public=False, expires=facts.expires)
         return {}

@@ -10,7 +10,7 @@ from typing import Any
 from swarm_plugins.tuning.checkpoints import CheckpointStore, RunFacts
 from swarm_plugins.tuning.datums import TextBounds
 from swarm_plugins.web.engine.engine import Engine
-from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample
+from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample, texts_of
 from swarm_plugins.web.tinker.futures import Answer, Futures
 from swarm_plugins.web.tinker.groups import Groups
 from swarm_plugins.web.tinker.samples import drawn, generation_of, response_of
@@ -53,7 +53,7 @@ class TinkerService:
             base=body.base_model,
             lora=lora_shape(body.lora_config),
             started=time.time(),
-            metadata=_texts(body.user_metadata),
+            metadata=texts_of(body.user_metadata),
         )
         session.trainings[run] = await self.trainers.create(facts)
         return {"model_id": run, "type": "create_model"}
@@ -69,7 +69,7 @@ class TinkerService:
             base=origin.base,
             lora=origin.lora,
             started=time.time(),
-            metadata=_texts(body.user_metadata),
+            metadata=texts_of(body.user_metadata),
         )
         tuner = await self.trainers.load(facts, body.path, with_optimizer=body.optimizer)
         session.trainings[run] = Training(facts, tuner)
@@ -97,9 +97,7 @@ class TinkerService:
 
     def _drop(self, session: Session) -> None:
         self.futures.forget(session.session_id)
+        for training in session.trainings.values():
+            self.trainers.forget_later(training.facts)
         for sampler_id in session.samplers:
             self.engine.models.release(sampler_id)
-
-
-def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
-    return {str(key): str(value) for key, value in (metadata or {}).items()}

@@ -128,5 +128,13 @@ class Sessions:
         for session in [one for one in self._by_id.values() if one.heard < oldest]:
             self.end(session)
 
+    @property
+    def num_trainings(self) -> int:
+        return sum(len(one.trainings) for one in self._by_id.values())
+
+    @property
+    def num_samplers(self) -> int:
+        return sum(len(one.samplers) for one in self._by_id.values())
+
     def _of(self, tenant: str) -> Iterator[Session]:
         return (one for one in self._by_id.values() if one.tenant == tenant)

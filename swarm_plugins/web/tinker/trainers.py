@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from swarm_plugins.backbone.twin import twin
-from swarm_plugins.callbacks.loading import load_adapter
-from swarm_plugins.errors import ConfigError, printable
+from swarm_plugins.errors import ConfigError, SwarmError, printable
 from swarm_plugins.fair_queueing import FairLock
+from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, saved_adapter
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts, load_optimizer
 from swarm_plugins.tuning.datums import TextBounds, check_datums
-from swarm_plugins.tuning.lora import new_lora
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 from swarm_plugins.web.protocol.errors import ApiError
-from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights, lifetime_of
+from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights, lifetime_of, texts_of
 from swarm_plugins.web.tinker.line import GapError
 from swarm_plugins.web.tinker.sessions import Training
 from swarm_plugins.web.tinker.wire import call_of, computed_message, datums_of
 
 T = TypeVar("T")
+_SIDE_BY_SIDE = 2
+"""Models that are computed at once; each batch takes a quarter of a GiB for its logits."""
 
 
 class Trainers:
-    """Computes for models in training, in a thread: keys take turns by the time that their work takes.
+    """Computes for models in training, in threads: keys take turns by the time that their work takes.
 
     Args:
         base: The base model; it is not changed.
@@ -43,12 +45,17 @@ class Trainers:
         self.name = name
         self.store = store
         self.bounds = bounds
-        self._turns = FairLock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-api-training")
+        self.num_steps = 0
+        """Steps of all optimizers."""
+        self.num_tokens = {"forward": 0, "forward_backward": 0}
+        """Tokens of the texts of successful calls, by kind."""
+        # What a swarm computes for one, it computes beside another's.
+        self._turns = FairLock(places=_SIDE_BY_SIDE)
+        self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="swarm-api-training")
 
     def close(self) -> None:
         """Takes no further work; what is under way ends by itself."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_base(self, name: str) -> None:
         """Raises ApiError unless it is this model's name."""
@@ -59,31 +66,39 @@ class Trainers:
 
     async def create(self, facts: RunFacts) -> Training:
         """Returns a new model with a fresh LoRA."""
-        shape = facts.lora
 
         def work() -> Tuner:
-            tuner = Tuner(
-                new_lora(
-                    self.base,
-                    rank=shape.rank,
-                    seed=shape.seed,
-                    attention=shape.attention,
-                    mlp=shape.mlp,
-                    unembed=shape.unembed,
-                )
-            )
+            tuner = Tuner(self._adapted(facts))
             self.store.add_run(facts)
             return tuner
 
         return Training(facts, await self._run(facts.owner, work))
+
+    def _adapted(self, facts: RunFacts) -> Any:
+        shape, settings = facts.lora, facts.metadata.get(PEFT_CONFIG)
+        if settings is not None:
+            return new_adapter(self.base, settings, seed=shape.seed)
+        return new_lora(
+            self.base,
+            rank=shape.rank,
+            seed=shape.seed,
+            attention=shape.attention,
+            mlp=shape.mlp,
+            unembed=shape.unembed,
+        )
+
+    def forget_later(self, facts: RunFacts) -> None:
+        """Has the folder of a run that has no checkpoint deleted, after what is under way."""
+        with contextlib.suppress(RuntimeError):  # at the end of the API
+            self._threads.submit(self.store.forget_empty, facts.run)
 
     async def load(self, facts: RunFacts, path: str, *, with_optimizer: bool) -> Tuner:
         """Returns the model of a checkpoint, for a run."""
 
         def work() -> Tuner:
             _, _, folder = self.store.find(path, facts.owner)
-            model = load_adapter(twin(self.base), folder, is_trainable=True, is_shared=True)
-            tuner = Tuner(model.eval())
+            with _without(folder, path):
+                tuner = Tuner(saved_adapter(self.base, folder, is_trainable=True))
             if with_optimizer:
                 load_optimizer(tuner, folder)
             else:
@@ -106,7 +121,10 @@ class Trainers:
                     if not request.forward_only:
                         tuner.fail(str(exc))
                     raise
-                return computed_message(tuner.compute(datums, call, backward=not request.forward_only))
+                answer = computed_message(tuner.compute(datums, call, backward=not request.forward_only))
+                kind = "forward" if request.forward_only else "forward_backward"
+                self.num_tokens[kind] += sum(len(datum.tokens) for datum in datums)
+                return answer
 
             return await self._run(training.facts.owner, work)
 
@@ -119,6 +137,7 @@ class Trainers:
                 raise ConfigError(f"the optimizer {printable(other.type[:100])!r} is not known here: use AdamParams")
             params = msgspec.structs.asdict(settings or AdamBody())
             metrics = await self._run(training.facts.owner, lambda: training.tuner.step(AdamParams(**params)))
+            self.num_steps += 1
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}
 
     async def save(self, training: Training, seq_id: int, kind: Kind, body: SaveWeights) -> CheckpointFacts:
@@ -133,7 +152,7 @@ class Trainers:
                     body.path or f"{seq_id:06d}",
                     overwrite=body.overwrite,
                     ttl_s=lifetime_of(body.ttl_seconds),
-                    metadata=body.user_metadata,
+                    metadata=texts_of(body.user_metadata),
                 ),
             )
 
@@ -154,7 +173,8 @@ class Trainers:
             if path is None:
                 return snapshot(twin(self.base).requires_grad_(False))
             _, _, folder = self.store.find(path, owner)
-            return snapshot(load_adapter(twin(self.base), folder, is_shared=True))
+            with _without(folder, path):
+                return snapshot(saved_adapter(self.base, folder, is_trainable=False))
 
         return await self._run(owner, work)
 
@@ -169,7 +189,16 @@ class Trainers:
 
     async def _run(self, tenant: str, work: Callable[[], T]) -> T:
         async with self._turns.turn(tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+@contextlib.contextmanager
+def _without(folder: Path, path: str) -> Iterator[None]:
+    """Names the address of a checkpoint in errors, where they name its folder on this machine."""
+    try:
+        yield
+    except SwarmError as exc:
+        raise ConfigError(str(exc).replace(str(folder), path)) from exc
 
 
 def lora_shape(body: LoraBody | None) -> LoraShape:

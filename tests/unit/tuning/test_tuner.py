@@ -16,9 +16,9 @@ from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
 from swarm_plugins.testing import save_tiny
+from swarm_plugins.tuning.adapters import new_lora
 from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts, load_optimizer
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
-from swarm_plugins.tuning.lora import new_lora
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 
@@ -221,6 +221,20 @@ def test_checkpoints_are_bounded(base: Any, tmp_path: Path) -> None:
     store.add_run(facts())
     with pytest.raises(CapacityError, match="delete some, or save with ttl_seconds"):
         store.save(tuner, facts(), "weights", "a")
+
+
+def test_a_run_without_checkpoints_is_forgotten(base: Any, tmp_path: Path) -> None:
+    store, tuner = CheckpointStore(tmp_path, max_per_owner=1), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    saved = store.save(tuner, facts(), "weights", "a")
+    with pytest.raises(CapacityError, match="you have 1 checkpoints"):
+        store.save(tuner, facts(), "weights", "b")
+    store.forget_empty(RUN)
+    assert store.runs("")
+    store.delete(saved)
+    store.forget_empty(RUN)
+    assert not store.runs("")
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) -> None:

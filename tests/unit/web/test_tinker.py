@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,8 @@ def trained(client: Any, steps: int = 2, **lora: Any) -> Any:
 def losses_of(model: Any) -> list[float]:
     found = []
     for ids in TEXTS:
-        logits = model(torch.tensor([ids[:-1]])).logits[0]
-        found.append(float(functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")))
+        logits = model(torch.tensor([ids[:-1]])).logits[0, 1 - len(ids) :]
+        found.append(functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item())
     return found
 
 
@@ -154,6 +155,48 @@ def test_a_custom_loss_is_computed_at_the_client(client: Any, plain: Any) -> Non
     wanted = logits.gather(1, torch.tensor(TEXTS[0][1:])[:, None]).square().sum()
     assert found.metrics["squared:sum"] == pytest.approx(float(wanted), rel=1e-4)
     assert training.optim_step(types.AdamParams()).result().metrics["grad_norm:mean"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peft_type": "IA3", "target_modules": ["k_proj", "v_proj"], "feedforward_modules": []},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3},
+        {"peft_type": "LOHA", "r": 2, "target_modules": ["q_proj"]},
+        {"peft_type": "LORA", "r": 2, "use_dora": True, "target_modules": ["q_proj"]},
+    ],
+    ids=lambda settings: settings["peft_type"],
+)
+def test_other_methods_of_peft(client: Any, plain: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    metadata = {"peft_config": json.dumps(settings)}
+    training = client.create_lora_training_client(base_model=NAME, rank=1, seed=1, user_metadata=metadata).result()
+    for _ in range(3):
+        training.forward_backward([datum(ids) for ids in TEXTS], "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    path = training.save_state("end").result().path
+    found = training.forward([datum(ids) for ids in TEXTS], "cross_entropy").result()
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    assert again.forward([datum(ids) for ids in TEXTS], "cross_entropy").result().metrics == found.metrics
+    local = PeftModel.from_pretrained(plain, str(find_checkpoint(tmp_path, path))).eval()
+    assert sum(losses_of(local)) == pytest.approx(found.metrics["loss:sum"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("{", "peft_config is not JSON"),
+        ("[]", "peft_config is a list"),
+        ('{"peft_type": "PISSA"}', "has the type 'PISSA'; known: LORA"),
+        ('{"peft_type": "LORA", "init_lora_weights": "pissa"}', "changes the base"),
+        ('{"peft_type": "LORA", "target_modules": ".*"}', "name the modules instead"),
+        ('{"peft_type": "LORA", "r": 100000}', "a rank above 4096"),
+        ('{"peft_type": "LORA", "target_modules": ["nothing"]}', "does not fit this model"),
+        ('{"peft_type": "LORA", "odd": 1}', "does not fit this model"),
+    ],
+)
+def test_configs_of_peft_that_are_refused(client: Any, settings: str, message: str) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        client.create_lora_training_client(base_model=NAME, user_metadata={"peft_config": settings}).result()
 
 
 def test_calls_of_many_texts_are_one(client: Any) -> None:
@@ -317,6 +360,14 @@ def test_runs_and_checkpoints_are_listed(url: str, client: Any, rest: Any) -> No
     assert rest.list_checkpoints(run).result().checkpoints[1].expires_at is not None
     rest.delete_checkpoint_from_tinker_path(state).result()
     assert [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints] == [sampler]
+
+
+def test_what_is_trained_is_counted(url: str, client: Any) -> None:
+    trained(client, steps=1)
+    found = httpx2.get(f"{url}/metrics", headers={"X-API-Key": KEYS[0]}).text
+    assert "swarm_api_training_models 1.0" in found
+    assert "swarm_api_training_steps_total 1.0" in found
+    assert f'swarm_api_training_tokens_total{{kind="forward_backward"}} {sum(map(len, TEXTS)) - 3}.0' in found
 
 
 def test_an_adapter_is_downloaded_without_a_key(client: Any, rest: Any, plain: Any, tmp_path: Path) -> None:

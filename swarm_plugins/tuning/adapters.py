@@ -1,0 +1,140 @@
+"""Adapters on copies of a model: a fresh LoRA by kinds of modules, another method by its config, or a saved one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import nn
+
+from swarm_plugins.backbone.twin import twin
+from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.checkpoint import layer_list_name
+from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
+from swarm_plugins.hub.adapter_settings import check_config
+from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
+from swarm_plugins.noise import without_peft_deprecation
+
+PEFT_CONFIG = "peft_config"
+"""How a request calls the settings of another kind of adapter."""
+MAX_RANK = 256
+_ALPHA = 32
+"""At any rank, as the protocol has it: a learning rate fits all ranks (LoRA Without Regret, Schulman et al. 2025)."""
+_ATTENTION = ("attn", "attention", "mixer")
+_ROUTERS = ("router", "gate", "shared_expert_gate")
+
+
+def new_lora(
+    base: Any, *, rank: int, seed: int | None = None, attention: bool = True, mlp: bool = True, unembed: bool = True
+) -> PeftModel:
+    """Returns a model with a fresh LoRA that shares the weights of ``base``, which stays as it is.
+
+    Args:
+        base: A causal language model.
+        rank: Rank of every product.
+        seed: Of the factors' random start. None: another one each time.
+        attention: Adapt the linear layers of attention, and of what stands in its place.
+        mlp: Adapt the MLPs, experts among them.
+        unembed: Adapt the output layer.
+
+    Raises:
+        ConfigError: If the rank is out of bounds, or nothing would be trained.
+    """
+    if not 1 <= rank <= MAX_RANK:
+        raise ConfigError(f"a LoRA of rank {rank} cannot be trained here: 1 to {MAX_RANK} are possible")
+    modules, parameters = _targets(base, attention=attention, mlp=mlp, unembed=unembed)
+    if not modules and not parameters:
+        raise ConfigError("no module would be trained: choose at least one of attention, MLPs and the output layer")
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=_ALPHA,
+        target_modules=modules,
+        target_parameters=parameters or None,
+    )
+    return _with_adapter(base, config, seed)
+
+
+def new_adapter(base: Any, settings: str, *, seed: int | None = None) -> PeftModel:
+    """Returns a model with a fresh adapter of any kind that can share its base, which stays as it is.
+
+    Args:
+        base: A causal language model.
+        settings: PEFT's config of the adapter in JSON, as in ``adapter_config.json``; names of modules in full or by
+            their ends, no patterns.
+        seed: Of its random start. None: another one each time.
+
+    Raises:
+        ConfigError: If it is no such config, or cannot be put into this model.
+        CheckpointError: If the kind of adapter, or a setting, would change the base for others or has no bound.
+    """
+    try:
+        found = json.loads(settings)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{PEFT_CONFIG} is not JSON ({one_line(exc)})") from exc
+    check_config(found, PEFT_CONFIG, is_shared=True)
+    try:
+        config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**{**found, "task_type": "CAUSAL_LM"})
+        return _with_adapter(base, config, seed)
+    except (TypeError, ValueError, KeyError) as exc:
+        raise ConfigError(f"{PEFT_CONFIG} does not fit this model ({one_line(exc, with_kind=True)})") from exc
+
+
+def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
+    """Returns a model with an adapter that was saved, on a copy of ``base`` that shares its weights.
+
+    Raises:
+        ConfigError: If it was made for another version of the base.
+        CheckpointError: If it does not fit the model.
+        UnsupportedError: If it is to be trained, and its file has only what its encoder has made.
+    """
+    model = twin(base)
+    config = PeftConfig.from_pretrained(str(folder))
+    if not is_trainable or not config.is_prompt_learning:
+        return load_adapter(model, folder, is_trainable=is_trainable, is_shared=True).eval()
+    if config.peft_type != PeftType.PROMPT_TUNING and getattr(config, "prefix_projection", True):
+        raise UnsupportedError(
+            f"an adapter of type {config.peft_type.value} cannot be trained further: its file has what its encoder has "
+            "made, and not the encoder; sample from it"
+        )
+    # PEFT itself loads soft prompts only to use them.
+    loaded = load_adapter(model, folder, is_shared=True)
+    loaded.active_peft_config.inference_mode = False
+    loaded.prompt_encoder.requires_grad_(True)
+    return loaded.eval()
+
+
+def _with_adapter(base: Any, config: PeftConfig, seed: int | None) -> PeftModel:
+    with torch.random.fork_rng(devices=[]), without_peft_deprecation():
+        if seed is None:
+            torch.seed()
+        else:
+            torch.manual_seed(seed)
+        model = get_peft_model(twin(base), config)
+    if not isinstance(model, PeftModel):
+        raise TypeError(f"PEFT returned {type(model).__name__}")
+    return model.eval()
+
+
+def _targets(base: Any, *, attention: bool, mlp: bool, unembed: bool) -> tuple[list[str], list[str]]:
+    """Returns the names of linear layers, and of experts' parameters."""
+    layers = f"{layer_list_name(base)}."
+    head = base.get_output_embeddings()
+    modules, parameters = [], []
+    for path, module in base.named_modules():
+        if module is head:
+            modules += [path] if unembed else []
+        elif path.startswith(layers) and (attention if _is_attention(path) else mlp):
+            if is_fused_experts(module):
+                parameters += [f"{path}.{name}" for name in EXPERT_PARAMETERS if hasattr(module, name)]
+            elif isinstance(module, nn.Linear) and path.rpartition(".")[2] not in _ROUTERS:
+                modules.append(path)
+    return modules, parameters
+
+
+def _is_attention(path: str) -> bool:
+    return any(word in part for part in path.split(".") for word in _ATTENTION)

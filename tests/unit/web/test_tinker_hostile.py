@@ -1,0 +1,156 @@
+"""Whatever is sent to the protocol's routes, none of them fails of itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from tinker_kit import KEYS, NAME, serving
+from transformers import AutoModelForCausalLM
+
+PREFIX = "/api/v1"
+HUGE = 10**400
+ORDERED = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+ODD: list[Any] = [
+    None, True, -1, 0, HUGE, 1e308, 0.5, "", "x", "é\u0000", "../..", "tinker://a/weights/b", [], {}, [[]], {"a": {}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny).eval()
+
+
+@pytest.fixture
+def http(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[httpx2.Client]:
+    with (
+        serving(tiny_model, tokenizer, tmp_path) as url,
+        httpx2.Client(base_url=f"{url}{PREFIX}", headers={"X-API-Key": KEYS[0]}, timeout=120) as client,
+    ):
+        yield client
+
+
+def bodies(session: str) -> dict[str, dict[str, Any]]:
+    """One sound body for each route."""
+    model = f"{session}:train:0"
+    of_model: dict[str, Any] = {"model_id": model, "seq_id": 1}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+    return {
+        "create_session": {"tags": [], "sdk_version": "1"},
+        "create_model": {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 2}},
+        "session_heartbeat": {"session_id": session},
+        "get_info": {"model_id": model},
+        "optim_step": {**of_model, "adam_params": {"learning_rate": 0.1, "beta1": 0.9}},
+        "save_weights": {**of_model, "path": "a", "ttl_seconds": 3600, "user_metadata": {"a": "b"}},
+        "save_weights_for_sampler": {**of_model, "sampling_session_seq_id": 0},
+        "save_weights_external": {**of_model, "path": "a"},
+        "load_weights": {
+            "path": f"tinker://{model}/weights/a",
+            "optimizer": True,
+            "session_id": session,
+            "model_seq_id": 1,
+        },
+        "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME},
+        "asample": {
+            "prompt": prompt,
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "stop": ["a", 5], "top_k": -1},
+            "sampling_session_id": f"{session}:sample:0",
+            "seq_id": 0,
+            "num_samples": 1,
+            "prompt_logprobs": True,
+        },
+        "retrieve_future": {"request_id": "x"},
+        "weights_info": {"tinker_path": f"tinker://{model}/weights/a"},
+    }
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """All containers in a JSON value, with each of their keys."""
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from places(value[key])
+
+
+def begin(http: httpx2.Client) -> str:
+    return str(http.post("/create_session", json={}).raise_for_status().json()["session_id"])
+
+
+def answered(http: httpx2.Client, response: httpx2.Response) -> None:
+    """Reads the answer of a request that was taken; no request and no answer is an error of the server."""
+    assert response.status_code < 500, response.text
+    if response.status_code == 200 and "request_id" in response.json():
+        found = http.post("/retrieve_future", json={"request_id": response.json()["request_id"]})
+        assert found.status_code == 200, found.text
+        if found.headers["content-type"] == "application/json":
+            assert found.json().get("category") != "server", found.text
+
+
+@pytest.mark.parametrize("route", bodies("x"))
+def test_odd_values_anywhere(route: str, http: httpx2.Client) -> None:
+    draw = random.Random(route)
+    session = begin(http)
+    for other in ("create_model", "create_sampling_session"):
+        answered(http, http.post(f"/{other}", json=bodies(session)[other]))
+    sound = bodies(session)[route]
+    for index in range(len(list(places(sound)))):
+        for odd in draw.sample(ODD, 5):
+            body = json.loads(json.dumps(sound))
+            container, key = list(places(body))[index]
+            container[key] = odd
+            response = http.post(f"/{route}", json=body)
+            # Those of a model run in the order of their numbers: one that is odd waits for those before it.
+            if route not in ORDERED or response.status_code != 200:
+                answered(http, response)
+    assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 200
+    http.post(f"/sessions/{session}/finish", json={})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/training_runs/x",
+        "/training_runs/..%2f..%2fetc",
+        "/training_runs/x/checkpoints",
+        "/training_runs/x/checkpoints/weights/%00",
+        "/training_runs/x/checkpoints/weights/a/external_weights_urls",
+        "/samplers/x",
+        "/sessions/x",
+        "/files/x/adapter_config.json",
+        "/training_runs?limit=-1&offset=-5",
+        "/training_runs?limit=99999999999999999999",
+        "/checkpoints?limit=x",
+    ],
+)
+def test_odd_addresses(path: str, http: httpx2.Client) -> None:
+    assert http.get(path).status_code < 500
+    assert http.delete(path).status_code < 500
+
+
+def test_bodies_that_are_none(http: httpx2.Client) -> None:
+    headers = {"Content-Type": "application/json"}
+    for route in bodies("x"):
+        for body in (b"", b"{", b"[" * 100_000, b"null", b"\xff", b"1e999"):
+            response = http.post(f"/{route}", content=body, headers=headers)
+            assert 400 <= response.status_code < 500, (route, body[:5], response.text)
+        assert http.post(f"/{route}", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 422
+
+
+def test_forward_backward_takes_protobuf_only(http: httpx2.Client) -> None:
+    assert http.post("/forward_backward", json={}).status_code == 422
+    for body in (b"\xff" * 100, b"", b"\x1a\xff\xff\xff\xff\x0f"):
+        response = http.post("/forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
+        assert 400 <= response.status_code < 500, response.text
+
+
+def test_telemetry_is_dropped_and_without_a_key_nothing_is_answered(http: httpx2.Client) -> None:
+    assert http.post("/telemetry", json={"events": [1]}).json() == {"status": "accepted"}
+    with httpx2.Client(base_url=http.base_url) as stranger:
+        for route in bodies("x"):
+            assert stranger.post(f"/{route}", json={}).status_code == 401
+        assert stranger.get("/training_runs").status_code == 401
