@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForSequenceClassification
@@ -26,6 +27,8 @@ class PromptClassifier(AdapterTuner):
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base model on the Hub.
         output: Folder for the trained prompts and head; numbered if it exists. None: only checkpoints hold them.
+        optimizer: As for `AdapterTuner`.
+        lr_scheduler: As for `AdapterTuner`.
     """
 
     def __init__(
@@ -36,9 +39,11 @@ class PromptClassifier(AdapterTuner):
         weight_decay: float = 0.0,
         revision: str | None = None,
         output: str | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         settings = adapter or {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 16}
-        super().__init__(base, settings, learning_rate, weight_decay, revision, output)
+        super().__init__(base, settings, learning_rate, weight_decay, revision, output, optimizer, lr_scheduler)
         self._adapter = adapter_config(settings, task_type="SEQ_CLS")
 
     def configure_model(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from peft import PeftModel
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from swarm_plugins.recipes.adapter import adapter_config, put_on, save_adapter
 
 
 class LanguageTuner(pl.LightningModule):
-    """Common to the tuners: loss, metrics and AdamW of a causal language model, which ``configure_model`` makes.
+    """Common to the tuners: loss, metrics and optimizer of a causal language model, which ``configure_model`` makes.
 
     Args:
         base: Directory or Hub id of the model that training starts from.
@@ -24,12 +25,23 @@ class LanguageTuner(pl.LightningModule):
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base on the Hub.
         output: Folder for what was trained.
+        optimizer: Makes another optimizer of the trainable parameters; its settings are its own then.
+        lr_scheduler: Makes a schedule of the optimizer's learning rate, by steps.
     """
 
     def __init__(
-        self, base: str | None, learning_rate: float, weight_decay: float, revision: str | None, output: str | None
+        self,
+        base: str | None,
+        learning_rate: float,
+        weight_decay: float,
+        revision: str | None,
+        output: str | None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
         self.base = base
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -55,9 +67,16 @@ class LanguageTuner(pl.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
+        if self.make_optimizer is None:
+            optimizer: Any = torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
+        else:
+            optimizer = self.make_optimizer(trainable)
+        if self.make_lr_scheduler is None:
+            return optimizer
+        schedule = {"scheduler": self.make_lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
 def _takes_positions(model: nn.Module) -> bool:
@@ -77,6 +96,8 @@ class AdapterTuner(LanguageTuner):
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base model on the Hub.
         output: Folder for the trained adapter in PEFT's format; numbered if it exists. None: only checkpoints hold it.
+        optimizer: Another optimizer, by ``class_path`` and ``init_args``, instead of AdamW with the settings above.
+        lr_scheduler: Schedule of the learning rate, by ``class_path`` and ``init_args``; it goes on with each step.
     """
 
     base: str
@@ -90,8 +111,10 @@ class AdapterTuner(LanguageTuner):
         weight_decay: float = 0.0,
         revision: str | None = None,
         output: str | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__(base, learning_rate, weight_decay, revision, output)
+        super().__init__(base, learning_rate, weight_decay, revision, output, optimizer, lr_scheduler)
         self._adapter = adapter_config(adapter, task_type="CAUSAL_LM")
 
     def configure_model(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.callbacks.distill_lightning import StagedDistillation
@@ -31,6 +32,8 @@ class ModelTuner(LanguageTuner):
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base on the Hub.
         output: Folder for the model and its tokenizer; numbered if it exists. None: only checkpoints hold them.
+        optimizer: As for `AdapterTuner`.
+        lr_scheduler: As for `AdapterTuner`.
     """
 
     model: PreTrainedModel | None
@@ -43,8 +46,10 @@ class ModelTuner(LanguageTuner):
         weight_decay: float = 0.0,
         revision: str | None = None,
         output: str | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__(base, learning_rate, weight_decay, revision, output)
+        super().__init__(base, learning_rate, weight_decay, revision, output, optimizer, lr_scheduler)
         self._config = config
         self._whole: dict[str, Any] = {}
 
@@ -115,6 +120,8 @@ class StudentTuner(ModelTuner):
         output: Folder for the student, its tokenizer and its card; numbered if it exists. None: only checkpoints hold
             it.
         repo_id: Repository on the Hub that the card names, and to which ``swarm push`` publishes the folder.
+        optimizer: As for `AdapterTuner`.
+        lr_scheduler: As for `AdapterTuner`.
     """
 
     def __init__(
@@ -131,8 +138,10 @@ class StudentTuner(ModelTuner):
         revision: str | None = None,
         output: str | None = None,
         repo_id: str | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
-        super().__init__(base, None, learning_rate, weight_decay, revision, output)
+        super().__init__(base, None, learning_rate, weight_decay, revision, output, optimizer, lr_scheduler)
         self.repo_id = None if repo_id is None else check_repo_id(repo_id)
         self.depth = depth
         self.keep_layers = keep_layers

@@ -140,6 +140,27 @@ def test_a_recipe_runs_on_this_machine(place: str, model: Path, text: Path, tmp_
     assert (found.base, found.event) == (Checkpoint.open(model).version, "end")
 
 
+@pytest.mark.quick
+def test_an_optimizer_and_a_schedule_are_named_as_lightning_names_them(text: Path, tmp_path: Path, fit: Fit) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.5, "total_steps": 20}}
+    options = [
+        *SHORT, "--data.dataset", text, "--offload", "none", "--model.optimizer", "bitsandbytes.optim.AdamW8bit",
+        "--model.optimizer.lr", 0.25, "--model.lr_scheduler", json.dumps(schedule),
+    ]  # fmt: skip
+    result = fit(LORA, *options, "--trainer.max_steps", 2)
+    assert result.exit_code == 0, result.output[-3000:]
+    [checkpoint] = tmp_path.rglob("*.ckpt")
+    state = torch.load(checkpoint, weights_only=True)
+    [optimizer], [scheduler] = state["optimizer_states"], state["lr_schedulers"]
+    # The schedule goes on with each step: from a 25th of its peak, which it reaches after 6 of 20.
+    assert scheduler["last_epoch"] == 2
+    assert 0.5 / 25 < optimizer["param_groups"][0]["lr"] < 0.5
+    # As bitsandbytes keeps what it has in 8 bits.
+    assert any("quant_state" in name for name in optimizer["state"][0])
+    result = fit(LORA, *options, "--trainer.max_steps", 3, "--ckpt-path", checkpoint)
+    assert result.exit_code == 0, result.output[-3000:]
+
+
 @pytest.mark.parametrize("recipe", ["lora_moe.yaml", "prompts_moe.yaml"])
 def test_a_mixture_on_disk_is_tuned_and_its_adapter_published(
     recipe: str, model: Path, text: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
