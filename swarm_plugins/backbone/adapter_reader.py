@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -34,11 +35,30 @@ class _Tuned(NamedTuple):
     layer: BaseTunerLayer
 
 
+class _Found(NamedTuple):
+    """What a search of the blocks has found."""
+
+    structure: int
+    tuned: list[_Tuned]
+    weights: list[tuple[int, str, dict[str, nn.Parameter | None]]]
+    """Modules with parameters of their own: block, path, live dict of the parameters."""
+
+
+class _Reading(threading.local):
+    """A thread's last reading: others that use the same model at once have other rows and adapters."""
+
+    state: list[object] | None = None
+    use = AdapterUse()
+    row_names: Sequence[str] | None = None
+    offsets: tuple[int, ...] | None = None
+    is_checked = False
+
+
 class AdapterReader:
-    """Finds the adapters of a model's remote blocks.
+    """Finds the adapters of a model's remote blocks, for several threads.
 
     A full reading takes milliseconds, too long for every generated token; a cheap check (active adapters, identity of
-    tensors, scaling) shows whether the last reading is still valid.
+    tensors, scaling) shows whether a thread's last reading is still valid.
 
     Args:
         blocks: The remote decoder layers.
@@ -47,16 +67,14 @@ class AdapterReader:
 
     def __init__(self, blocks: Sequence[nn.Module], *, first: int = 0) -> None:
         self.blocks = dict(enumerate(blocks, start=first))
-        self._tuned: list[_Tuned] = []
-        self._weights: list[tuple[int, str, dict[str, nn.Parameter | None]]] = []
-        """Modules with parameters of their own: block, path, live dict of the parameters."""
-        self._seen = -1
-        self._state: list[object] | None = None
-        self._last = AdapterUse()
-        self._row_names: Sequence[str] | None = None
-        self.offsets: tuple[int, ...] | None = None
-        """How many of the last tokens the adapter of each row applies to, of the last selection; None: all."""
-        self._is_checked = False
+        self._found = _Found(-1, [], [])
+        """Replaced as a whole: other threads may read it."""
+        self._reading = _Reading()
+
+    @property
+    def offsets(self) -> tuple[int, ...] | None:
+        """How many last tokens the adapter of each row applies to, of this thread's last selection; None: all."""
+        return self._reading.offsets
 
     def select(self, structure: int, indices: range, batch_size: int) -> AdapterUse:
         """Returns the active adapters of some blocks; a new number ``structure`` makes it search the modules again.
@@ -64,61 +82,62 @@ class AdapterReader:
         Raises:
             UnsupportedError: If something is injected that servers cannot apply.
         """
-        if structure != self._seen:
-            self._search()
-            self._seen, self._state = structure, None
-        names, offsets = _hooked(self._tuned, "adapter_names"), _hooked(self._tuned, "alora_offsets")
-        state: list[object] = [indices, batch_size, names, offsets]
-        for item in self._tuned:
+        found, reading = self._found, self._reading
+        if structure != found.structure:
+            found = self._found = self._search(structure)
+        names, offsets = _hooked(found.tuned, "adapter_names"), _hooked(found.tuned, "alora_offsets")
+        state: list[object] = [structure, indices, batch_size, names, offsets]
+        for item in found.tuned:
             state.extend(_state(item.layer))
-        if state != self._state:
-            tuned = [item for item in self._tuned if item.block in indices]
-            self._last = _selection(tuned, names, batch_size)
-            self._last, self.offsets = _with_offsets(tuned, self._last, names, offsets, batch_size)
-            self._state, self._row_names, self._is_checked = state, names, False
+        if state != reading.state:
+            tuned = [item for item in found.tuned if item.block in indices]
+            use = _selection(tuned, names, batch_size)
+            reading.use, reading.offsets = _with_offsets(tuned, use, names, offsets, batch_size)
+            reading.state, reading.row_names, reading.is_checked = state, names, False
         if torch.is_grad_enabled():
-            self._refuse_forgotten(indices)
-        if any(layer.dropout for adapter in self._last.adapters for layer in adapter.spec.layers):
+            self._refuse_forgotten(indices, found)
+        if any(layer.dropout for adapter in reading.use.adapters for layer in adapter.spec.layers):
             # Drawn from the global generator, so that a seeded run is reproducible.
-            return dataclasses.replace(self._last, dropout_seed=int(torch.randint(2**62, (1,)).item()))
-        return self._last
+            return dataclasses.replace(reading.use, dropout_seed=int(torch.randint(2**62, (1,)).item()))
+        return reading.use
 
-    def _search(self) -> None:
-        self._tuned, self._weights = [], []
+    def _search(self, structure: int) -> _Found:
+        found = _Found(structure, [], [])
         for index, block in self.blocks.items():
             for path, module in block.named_modules():
                 plain = plain_path(path)
                 if isinstance(module, BaseTunerLayer):
                     check_inserted(path, cast(nn.Module, module))
-                    self._tuned.append(_Tuned(index, plain, module))
+                    found.tuned.append(_Tuned(index, plain, module))
                 elif isinstance(module, StandIn) and module._parameters:
-                    self._weights.append((index, plain, module._parameters))
+                    found.weights.append((index, plain, module._parameters))
+        return found
 
-    def _refuse_forgotten(self, indices: range) -> None:
+    def _refuse_forgotten(self, indices: range, found: _Found) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for index, path, parameters in self._weights:
+            for index, path, parameters in found.weights:
                 for name, parameter in parameters.items():
                     if parameter is not None and parameter.requires_grad and index in indices:
                         raise _forgotten(index, f"{path}.{name}" if path else name)
-        if self._is_checked:
+        if self._reading.is_checked:
             return
-        known = {id(tensor) for tensor in self._last.tensors} | self._inactive()
+        known = {id(tensor) for tensor in self._reading.use.tensors} | self._inactive(found)
         for index in indices:
             for name, parameter in self.blocks[index].named_parameters():
                 if parameter.requires_grad and id(parameter) not in known:
                     raise _forgotten(index, name)
-        self._is_checked = True
+        self._reading.is_checked = True
 
-    def _inactive(self) -> set[int]:
+    def _inactive(self, found: _Found) -> set[int]:
         """Returns the tensors of adapters that are not in use: PEFT leaves them trainable."""
-        found: set[int] = set()
-        for item in self._tuned:
-            used = _active(item) if self._row_names is None else self._row_names
+        inactive: set[int] = set()
+        for item in found.tuned:
+            used = _active(item) if self._reading.row_names is None else self._reading.row_names
             for kind in item.layer.adapter_layer_names:
                 for name, part in getattr(item.layer, kind, {}).items():
                     if name not in used:
-                        found.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
-        return found
+                        inactive.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
+        return inactive
 
 
 def _forgotten(index: int, name: str) -> UnsupportedError:

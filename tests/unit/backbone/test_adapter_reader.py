@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
@@ -55,6 +58,29 @@ def test_structure_and_tensors_of_lora() -> None:
     assert adapter.tensors[1] is layer.lora_B["default"].weight
     assert read().rows is None
     assert read().dropout_seed is None
+
+
+def test_threads_that_read_at_once_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, plain_path = Reading(lora()), adapters_module.plain_path
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def halting(path: str) -> str:
+        # The first thread stands still in the middle of its search, until the other one has read everything.
+        if path.endswith("v_proj") and not is_inside.is_set():
+            is_inside.set()
+            assert may_go_on.wait(60)
+        return plain_path(path)
+
+    monkeypatch.setattr(adapters_module, "plain_path", halting)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(read, 1)
+        assert is_inside.wait(60)
+        second = read(2)
+        may_go_on.set()
+        uses = [first.result(60), second, read(2)]
+    for use in uses:
+        (adapter,) = use.adapters
+        assert len({(module.block, module.module) for module in adapter.spec.modules}) == 4 == len(adapter.spec.modules)
 
 
 def test_some_blocks_only() -> None:
