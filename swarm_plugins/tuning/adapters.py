@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,9 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
 
 
 def _with_adapter(base: Any, config: PeftConfig, seed: int | None) -> PeftModel:
-    with torch.random.fork_rng(devices=[]), without_peft_deprecation():
+    with torch.random.fork_rng(devices=[]), without_peft_deprecation(), warnings.catch_warnings():
+        # A LoRA on an output layer that is tied to the embeddings is what is wanted: they stay as they are.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         if seed is None:
             torch.seed()
         else:

@@ -16,7 +16,7 @@ from swarm_plugins.tuning.datums import Datum, LossCall
 from swarm_plugins.tuning.losses import LOSSES, TARGETS
 
 _MAX_LOGITS = 1 << 25
-"""Of a batch: 128 MiB in float32, and as much for their gradient."""
+"""Of a batch: 128 MiB in float32, and twice as much for their softmax and their gradient."""
 _MAX_BATCH_TOKENS = 2048
 
 
@@ -158,6 +158,6 @@ class Tuner:
 def _lossed(logits: Tensor, datum: Datum, call: LossCall) -> Computed:
     """Computes a loss from the logits ``[N, V]`` of one text."""
     targets = datum.inputs[TARGETS]
-    chosen = logits.gather(1, targets.view(len(targets), -1)).view(targets.shape)
-    logprobs = chosen - logits.logsumexp(dim=1).view(-1, *[1] * (targets.ndim - 1))
+    # The function that samples are scored by: its rounding over a large vocabulary has a bias of its own.
+    logprobs = logits.log_softmax(dim=1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
     return Computed(logprobs, LOSSES[call.name].compute(logprobs, datum.inputs, call.settings))
