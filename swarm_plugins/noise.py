@@ -79,7 +79,10 @@ def without_peft_deprecation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_tied_remark() -> Iterator[None]:
-    """Suppresses PEFT's warnings about merging into tied embeddings, which `merging` unties; and the deprecation."""
+    """Suppresses PEFT's warnings about tied embeddings, and the deprecation.
+
+    `merging` unties them, and a LoRA that is trained by calls is wanted on the output layer alone.
+    """
     with without_peft_deprecation():
         warnings.filterwarnings("ignore", message="Model (?:has|with) `tie_word_embeddings=True`", category=UserWarning)
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from swarm_plugins.checkpoint import layer_list_name
 from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
 from swarm_plugins.hub.adapter_settings import check_config
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
-from swarm_plugins.noise import without_peft_deprecation
+from swarm_plugins.noise import without_tied_remark
 
 PEFT_CONFIG = "peft_config"
 """How a request calls the settings of another kind of adapter."""
@@ -110,9 +109,7 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
 
 
 def _with_adapter(base: Any, config: PeftConfig, seed: int | None) -> PeftModel:
-    with torch.random.fork_rng(devices=[]), without_peft_deprecation(), warnings.catch_warnings():
-        # A LoRA on an output layer that is tied to the embeddings is what is wanted: they stay as they are.
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+    with torch.random.fork_rng(devices=[]), without_tied_remark():
         if seed is None:
             torch.seed()
         else:
