@@ -14,7 +14,8 @@ from pathlib import Path
 
 import transformers
 from image_models import SETTINGS
-from test_every_type import CRASHES, REFUSED
+from test_every_type import REFUSED
+from test_every_type import UNBUILT as UNBUILT_TYPES
 from transformers.utils.logging import disable_progress_bar
 from type_models import save_type
 
@@ -50,7 +51,7 @@ def page() -> str:
     works = [
         f"| `{name}` | works | {kept} | {packed} |" for name in sorted(DECODERS) for kept, packed in [_shown(name)]
     ]
-    reasons = {name: WHY[reason] for name, reason in REFUSED.items()} | dict.fromkeys(CRASHES, UNBUILT)
+    reasons = {name: WHY[reason] for name, reason in REFUSED.items()} | dict.fromkeys(UNBUILT_TYPES, UNBUILT)
     refused = [f"| `{name}` | refused | {reason} | |" for name, reason in sorted(reasons.items())]
     total = len(DECODERS) + len(reasons)
     encoders = (

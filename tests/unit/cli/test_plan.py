@@ -41,7 +41,8 @@ def test_numbers_add_up_and_the_settings_can_be_given_to_run(mixtral: Path) -> N
     # Two layers, keys and values of two heads of width 8 in float32.
     session = sizes["session"]
     assert (session["token_bytes"], session["row_bytes"], session["window"]) == (2 * 2 * 2 * 8 * 4, 0, 0)
-    assert session["coded_token_bytes"] == 2 * 2 * 2 * (8 + 4)
+    # A code each, and for each head a scale; keys have a zero point as well.
+    assert session["coded_token_bytes"] == 2 * 2 * (2 * 8 + 3 * 4)
     assert sizes["expert_bytes"] == sum(layer["num_experts"] * layer["expert_bytes"] for layer in sizes["layers"])
     assert found["fits"] is True
     assert found["speeds"]["disk_source"] == "measured"
@@ -94,7 +95,9 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
     assert code == 0
     assert "8 experts in 2 layers" in out
     assert "keys and values of 2048 tokens" in out
-    told = "on servers, a session takes 256 B for each token of a row; with --kv-bits 8, 96 B for each token of a row\n"
+    told = (
+        "on servers, a session takes 256 B for each token of a row; with --kv-bits 8, 112 B for each token of a row\n"
+    )
     assert told in out
     assert "500 MB/s for experts one after the other (given)" in out
     assert "Everything fits" in out
