@@ -50,7 +50,7 @@ class Columns:
     carried: Mapping[int | str, int] = field(default_factory=dict)
     """By argument of each layer but the first: the place of it in what the layer before returns. The first shapes."""
     gathered: Mapping[int, int] = field(default_factory=dict)
-    """By block: where what it gets travels behind it, of which models themselves make arguments of later blocks."""
+    """By block: which column its input travels in, where the model itself makes later blocks' arguments of it."""
 
     @property
     def width(self) -> int:

@@ -102,7 +102,7 @@ def _fault_of(described: _Described) -> str | None:
     except _DiffersError as error:
         return str(error)
     except Exception as error:
-        # Of any kind, from any line of a model that nobody knows; but a full disk is not the family's fault.
+        # An unknown model may raise anything anywhere, but a full disk or memory is not the family's fault.
         if isinstance(error, OSError | MemoryError) and not isinstance(error, SwarmError):
             raise
         return one_line(error, with_kind=True)

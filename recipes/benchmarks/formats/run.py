@@ -66,7 +66,7 @@ class FormatsReport(Report):
 def bench_formats(
     directory: Path, *, formats: Sequence[str] | None, num_pieces: int, length: int, progress: Progress
 ) -> FormatsReport:
-    """Converts a model to each format, serves it, and compares losses with those of float32.
+    """Converts a model to each format, serves it, and compares its losses with float32's.
 
     Args:
         directory: The model, in float32.

@@ -45,7 +45,6 @@ class TinkerService:
 
     async def create(self, session: Session, body: CreateModel) -> Answer:
         """Answers a create_model."""
-        self.sessions.check_room(session.tenant)
         run = f"{session.session_id}:train:{body.model_seq_id}"
         facts = RunFacts(
             run=run,
@@ -55,7 +54,7 @@ class TinkerService:
             started=time.time(),
             metadata=texts_of(body.user_metadata),
         )
-        session.trainings[run] = await self.trainers.create(facts)
+        session.trainings[run] = await self.trainers.create(facts, lambda: self.sessions.check_room(session.tenant))
         return {"model_id": run, "type": "create_model"}
 
     async def load_as_new(self, session: Session, body: LoadWeights) -> Answer:
@@ -76,7 +75,12 @@ class TinkerService:
         return {"model_id": run, "path": body.path, "type": "load_weights"}
 
     def add_sampler(self, session: Session, number: int, model: Any, path: str | None) -> Sampler:
-        """Makes a sampler of a model; the oldest of too many goes."""
+        """Makes a sampler of a model; the oldest of too many goes.
+
+        Raises:
+            ApiError: If the session has ended meanwhile: nothing would release the model.
+        """
+        self.sessions.get(session.tenant, session.session_id)
         sampler = Sampler(f"{session.session_id}:sample:{number}", path)
         self.engine.models.hold(sampler.sampler_id, model)
         surplus = self.sessions.add_sampler(session, sampler)
