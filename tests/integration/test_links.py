@@ -16,6 +16,7 @@ from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.server import presence
 from swarm_plugins.testing import save_tiny
 
 # Many rows, as servers talk of other things meanwhile.
@@ -27,6 +28,7 @@ SOON_S = 60.0
 @pytest.mark.swarm
 def test_clients_and_servers_have_links_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "push_wait_s", lambda *_: SOON_S)  # nothing is sent twice on a busy machine
+    monkeypatch.setattr(presence, "_TTL_PERIODS", SOON_S)  # round trips are told soon, and nothing expires on one
     directory = save_tiny("llama", tmp_path / "llama")
     local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     want = local.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False)
