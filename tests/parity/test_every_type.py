@@ -20,7 +20,7 @@ from every_way import CONFIG, LIMITS, Pair, outcomes
 from package_imports import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from type_models import SPANS, TYPES, VARIANTS, save_type
+from type_models import SPANS, TYPES, VARIANTS, matrix, save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, insert_module
 from swarm_plugins.backbone import swarm_connection
@@ -120,12 +120,6 @@ UNBUILT = {
 TABLES = (WORKS, REFUSED, NOT_DECODERS, UNBUILT)
 
 
-def _cases(types: Iterable[str], quick: Iterable[str]) -> list[Any]:
-    """Returns the types that the installed transformers has."""
-    found = sorted(set(types) & set(TYPES))
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in found]
-
-
 def _first(table: Mapping[str, str]) -> set[str]:
     """Returns one type of each reason."""
     return set({reason: model_type for model_type, reason in table.items()}.values())
@@ -144,7 +138,7 @@ def test_the_page_of_families_says_the_same() -> None:
     assert f"[{len(DECODERS)} of the {len(told)} decoder types]" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("model_type", _cases(WORKS, QUICK))
+@pytest.mark.parametrize("model_type", matrix(WORKS, QUICK))
 def test_a_type_that_works_says_what_local_says(model_type: str, tmp_path: Path) -> None:
     compare(model_type, save_type(model_type, tmp_path))
 
@@ -157,7 +151,7 @@ def test_a_variant_of_a_type_says_what_local_says(model_type: str, tmp_path: Pat
     compare(model_type, save_type(model_type, tmp_path))
 
 
-@pytest.mark.parametrize("model_type", _cases(DECODERS, QUICK_WAYS))
+@pytest.mark.parametrize("model_type", matrix(DECODERS, QUICK_WAYS, every=3))
 def test_every_way_to_use_a_type_is_that_of_the_local_model(model_type: str, tmp_path: Path) -> None:
     """Beam search, drafts, prompts in chunks, forks, LoRA, a server that is killed."""
     directory = save_type(model_type, tmp_path)
@@ -169,7 +163,7 @@ def test_every_way_to_use_a_type_is_that_of_the_local_model(model_type: str, tmp
     assert [wrong[name] for name, what in limits.items() if not re.search(what, wrong[name])] == []
 
 
-@pytest.mark.parametrize("model_type", _cases(QUICK, QUICK))
+@pytest.mark.parametrize("model_type", matrix(QUICK, QUICK))
 def test_each_block_of_a_span_runs_by_itself(model_type: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_type(model_type, tmp_path))
     # Behind the first block alone, several are skipped.
@@ -250,7 +244,7 @@ def test_a_type_of_its_own_kind_is_served_by_processes(model_type: str, tmp_path
         swarm_connection(remote).close()
 
 
-@pytest.mark.parametrize("model_type", _cases({**REFUSED, **NOT_DECODERS}, _first(REFUSED)))
+@pytest.mark.parametrize("model_type", matrix({**REFUSED, **NOT_DECODERS}, _first(REFUSED)))
 def test_a_refused_type_is_told_why(model_type: str, tmp_path: Path) -> None:
     reason = {**REFUSED, **NOT_DECODERS}[model_type]
     directory = save_type(model_type, tmp_path)
@@ -260,6 +254,6 @@ def test_a_refused_type_is_told_why(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", _cases(UNBUILT, UNBUILT))
+@pytest.mark.parametrize("model_type", matrix(UNBUILT, UNBUILT))
 def test_a_type_that_cannot_be_built_is_refused(model_type: str) -> None:
     assert outcome(model_type).startswith("refused")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from type_models import TOWERLESS, TYPES, UNBUILT, save_type
+from type_models import TOWERLESS, TYPES, UNBUILT, matrix, save_type
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.merging import merge_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 EXPERTS = {"gate_up_proj", "up_proj", "down_proj"}
 # Which PEFT refuses on Mamba.
 EXCLUDED = r".*\.(out_proj|conv1d)"
@@ -28,7 +28,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model_type", [one for one in TYPES if one not in {*UNBUILT, *TOWERLESS}])
+@pytest.mark.parametrize("model_type", matrix(set(TYPES) - {*UNBUILT, *TOWERLESS}, every=3))
 def test_a_merged_folder_is_what_peft_merges(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "base").mkdir()
     base, adapter = save_type(model_type, tmp_path / "base"), tmp_path / "adapter"

@@ -7,10 +7,11 @@ occurs. A type has settings of its own in `OVERRIDES` only where that does not b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
@@ -206,6 +207,21 @@ TOWERLESS = {"gemma3n": "gemma3n_text"}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_ASSISTANT}}
 }
+
+
+def matrix(types: Iterable[str], quick: Container[str] = (), *, every: int = 1) -> list[Any]:
+    """Returns a case for each of the types that the installed transformers has.
+
+    Args:
+        types: Their names.
+        quick: Those that `make test` takes.
+        every: Of the others, `make test-all` takes one in so many, and `make test-hours` the rest.
+    """
+    cases = []
+    for place, name in enumerate(sorted(set(types) & set(TYPES))):
+        mark = () if name in quick else pytest.mark.hours if place % every else pytest.mark.slow
+        cases.append(pytest.param(name, marks=mark))
+    return cases
 
 
 def tiny_type_config(model_type: str) -> PreTrainedConfig:
