@@ -148,6 +148,9 @@ class ExpertFormat(Protocol):
         ``tensors`` are views of a computed buffer, ``name`` is the fused parameter's. Gradients flow to the rows.
         """
 
+    def bias(self, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+        """Returns the bias of an expert's weight, ``[out]``, for families that have it."""
+
 
 class ExpertCache(Protocol):
     """The experts in memory, never more than the budgets allow."""

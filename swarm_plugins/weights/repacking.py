@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swarm_plugins.weights.formats.ggml import GgmlFormat, q4_0_parts, q8_0_parts
+from swarm_plugins.weights.formats.fp4 import Mxfp4Format
+from swarm_plugins.weights.formats.ggml import GgmlFormat, mxfp4_parts, q4_0_parts, q8_0_parts
 from swarm_plugins.weights.formats.groups import SizedGroups
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.int_groups import PackQuantizedFormat
@@ -59,7 +60,7 @@ def repacking_of(stored: PublishedFormat, dtype: torch.dtype) -> Repacking | Non
 
 
 def _of_stack(stored: StackedFormat, dtype: torch.dtype) -> Repacking | None:
-    """Returns the form of weights one above the other that are packed alike: that of one weight with all rows."""
+    """Returns the form of weights in one that are packed alike: that of one weight with all rows."""
     first = stored.pieces[0]
     if any(piece != first for piece in stored.pieces):
         return None
@@ -75,7 +76,7 @@ def _of_stack(stored: StackedFormat, dtype: torch.dtype) -> Repacking | None:
 
     def remake(parts: Parts) -> dict[str, Tensor]:
         return found.remake(
-            {name: torch.cat([parts[f"{name}_{index}"] for index in range(len(stored.pieces))]) for name in names}
+            {name: stored.rows([parts[f"{name}_{index}"] for index in range(len(stored.pieces))]) for name in names}
         )
 
     return Repacking(found.format, remake)
@@ -123,6 +124,12 @@ def _of_ggml(stored: GgmlFormat, dtype: torch.dtype) -> Repacking | None:
         # Codes and scales apart: the same bytes, widened in a tenth of the time.
         apart = ScaledFormat(stored.shape, (1, _BLOCK), torch.int8, torch.float16, (rows, columns // _BLOCK))
         return Repacking(apart, lambda parts: dict(zip(("codes", "scales"), q8_0_parts(parts["codes"]), strict=True)))
+    if stored.kind == "MXFP4":
+        # Neighbors in a byte, which are widened in half the time; the same bytes.
+        return Repacking(
+            Mxfp4Format(stored.shape),
+            lambda parts: dict(zip(("codes", "scales"), mxfp4_parts(parts["codes"]), strict=True)),
+        )
     if stored.kind == "Q4_0" and dtype == torch.bfloat16:
         form = SizedGroups(stored.shape, 4, _BLOCK)
 

@@ -51,6 +51,11 @@ class PublishedFormat(StoredFormat):
     """A format that other packages write, into checkpoints that may come from anyone."""
 
     @property
+    def is_kept(self) -> bool:
+        """Whether linear layers keep a weight as it is published. False: it is widened once at load."""
+        return True
+
+    @property
     def file_parts(self) -> tuple[Part, ...]:
         """The parts that are tensors of a file."""
         return self.parts

@@ -52,6 +52,13 @@ _DEEPSEEK = {
     "v_head_dim": 64,
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+_GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "attention_bias": True,
+    "rope_parameters": {**YARN, "truncate": False},
+}
 _GEMMA3 = {
     "tie_word_embeddings": True,
     "sliding_window": 8,
@@ -72,9 +79,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("gemma", "gemma", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", "gemma2", {"tie_word_embeddings": True, "sliding_window": 8, "query_pre_attn_scalar": 64}),
     "deepseek2": ("deepseek2", "deepseek_v3", _DEEPSEEK),
+    "deepseek2-halves": ("deepseek2", "deepseek_v3", _DEEPSEEK),
+    "gpt-oss": ("gpt-oss", "gpt_oss", _GPT_OSS),
     "gemma3": ("gemma3", "gemma3_text", _GEMMA3),
 }
-"""GGUF's architecture, transformers' model type, and settings."""
+"""GGUF's architecture, transformers' model type, and settings; in halves: keys and values of kv_b apart."""
 # Scales of random blocks, by place, so that weights are about as large as in a model.
 _RANDOM = {
     "Q4_K": {0: 1e-4, 2: 1e-3},
@@ -119,7 +128,7 @@ def save_gguf(family: str, kind: str, directory: Path, *, split: bool = False) -
     )
     generator, file = np.random.default_rng(0), directory / "toy.gguf"
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=9 if split else 0)
-    _write_config(writer, config)
+    _write_config(writer, config, in_halves=family == "deepseek2-halves")
     wide: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -149,6 +158,10 @@ def _write(
     config: PreTrainedConfig,
 ) -> Tensor:
     """Adds a tensor to a file; returns what it is there."""
+    if family == "gpt-oss" and ".experts." in name:
+        return _write_alternating(writer, names, name, tensor, kind, generator, config)
+    if family == "deepseek2-halves" and "kv_b_proj" in name:
+        return _write_halves(writer, names, name, tensor, kind, generator, config)
     if name.endswith("experts.gate_up_proj"):
         halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)
         path = name.removesuffix("gate_up_proj")
@@ -161,6 +174,7 @@ def _write(
         )
     weight = tensor.numpy().astype(np.float32)
     spelled = name.replace("_correction_bias", "_correction.bias")
+    kind = "Q8_0" if kind == "MXFP4" and ".experts." not in name else kind
     gguf_name = names.get_name(spelled, try_suffixes=(".weight", ".bias"))
     if gguf_name is None:  # fused experts have no suffix, and Mixtral's router is called as in a checkpoint
         known = name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if family == "mixtral" else name + ".weight"
@@ -170,7 +184,7 @@ def _write(
     if is_raised:
         weight = weight + 1
     data, found = weight, weight
-    if weight.ndim > 1 and "ffn_gate_inp" not in gguf_name:
+    if weight.ndim > 1 and "ffn_gate_inp" not in gguf_name and not gguf_name.endswith(".bias"):
         data = _packed(weight, kind, generator)
         found = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
         raw = gguf.GGMLQuantizationType[kind]
@@ -184,19 +198,86 @@ def _write(
     return torch.from_numpy(np.array(found - 1 if is_raised else found, dtype=np.float32))
 
 
-def _write_config(writer: Any, config: PreTrainedConfig) -> None:
+def _write_alternating(
+    writer: Any,
+    names: Any,
+    name: str,
+    tensor: Tensor,
+    kind: str,
+    generator: np.random.Generator,
+    config: PreTrainedConfig,
+) -> Tensor:
+    """Adds a tensor of gpt-oss' experts as [out, in], gate and up apart."""
+    end, is_bias = ("bias", True) if name.endswith("_bias") else ("weight", False)
+    path, leaf = name.removesuffix("_bias").rsplit(".", 1)
+    turned = tensor if is_bias else tensor.transpose(1, 2)
+    leaves = {"gate_proj": turned[:, ::2], "up_proj": turned[:, 1::2]} if leaf == "gate_up_proj" else {leaf: turned}
+    found = [
+        _write(writer, names, f"{path}.{one}.{end}", part, kind, generator, "", config) for one, part in leaves.items()
+    ]
+    wide = found[0] if len(found) == 1 else torch.stack(found, dim=2).flatten(1, 2)
+    return wide if is_bias else wide.transpose(1, 2)
+
+
+def _write_halves(
+    writer: Any,
+    names: Any,
+    name: str,
+    tensor: Tensor,
+    kind: str,
+    generator: np.random.Generator,
+    config: PreTrainedConfig,
+) -> Tensor:
+    """Adds keys, turned round, and values of kv_b, as ``convert_hf_to_gguf.py`` does."""
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    keys, values = tensor.unflatten(0, (config.num_attention_heads, -1)).split(sizes, dim=1)
+    keys, values = (
+        _write(writer, names, name.replace("kv_b", leaf), part, kind, generator, "", config)
+        for leaf, part in (("k_b", keys.transpose(1, 2)), ("v_b", values))
+    )
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+def _write_config(writer: Any, config: PreTrainedConfig, *, in_halves: bool) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(getattr(config, "qk_head_dim", 64))
-    writer.add_value_length(64)
+    _write_heads(writer, config, in_halves=in_halves)
     if config.model_type == "deepseek_v3":
         _write_deepseek(writer, config)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(64)
+    _write_rotary(writer, config)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type in ("gemma2", "gemma3_text", "gpt_oss"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    _write_tokens(writer, config)
+
+
+def _write_tokens(writer: Any, config: PreTrainedConfig) -> None:
+    writer.add_tokenizer_model("gpt2")
+    tokens = [f"t{index}" for index in range(config.vocab_size)]
+    tokens[3:6] = ["a", "b", "ab"]
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+
+
+def _write_rotary(writer: Any, config: PreTrainedConfig) -> None:
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
@@ -206,25 +287,19 @@ def _write_config(writer: Any, config: PreTrainedConfig) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.model_type in ("gemma2", "gemma3_text"):
-        writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    writer.add_tokenizer_model("gpt2")
-    tokens = [f"t{index}" for index in range(config.vocab_size)]
-    tokens[3:6] = ["a", "b", "ab"]
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
+
+
+def _write_heads(writer: Any, config: PreTrainedConfig, *, in_halves: bool) -> None:
+    if in_halves:  # as one key and value of the latent space, which all heads share
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(config.qk_head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(getattr(config, "qk_head_dim", 64))
+        writer.add_value_length(64)
 
 
 def _write_deepseek(writer: Any, config: PreTrainedConfig) -> None:

@@ -43,6 +43,9 @@ SAVERS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     **{f"mixtral-{kind}": lambda place, kind=kind: save_gguf("mixtral", kind, place) for kind in GGUF_KINDS},
     "qwen3moe-Q4_K": lambda place: save_gguf("qwen3moe", "Q4_K", place),
     "deepseek2-Q8_0": lambda place: save_gguf("deepseek2", "Q8_0", place),
+    "deepseek2-halves-Q4_0": lambda place: save_gguf("deepseek2-halves", "Q4_0", place),
+    "gpt-oss-MXFP4": lambda place: save_gguf("gpt-oss", "MXFP4", place),
+    "gpt-oss-BF16": lambda place: save_gguf("gpt-oss", "BF16", place),
 }
 
 # One of each layout; others differ by what is done with the numbers, which the tests of hosted blocks see as well.
@@ -61,6 +64,7 @@ FAST = {
     "mixtral-BF16",
     "mixtral-Q8_0",
     "qwen3moe-Q4_K",
+    "gpt-oss-MXFP4",
 }
 
 

@@ -26,6 +26,8 @@ _FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARAMETERS = ("_bias", ".sinks")
+"""Ends of names that are not modules'."""
 _IN_BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
@@ -36,6 +38,8 @@ class Place(NamedTuple):
     """In transformers; ``{}`` stands for the index of an expert."""
     block: int | None
     """None: it is outside of the blocks."""
+    is_part: bool = False
+    """Whether it is a part of a weight, to be put together from blocks of ggml's."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +52,31 @@ class Architecture:
     """Modules of a block, by GGUF's name."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Modules of an expert, by GGUF's name for those of all experts, which are one tensor."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """What weights are made of that transformers has in another form, by GGUF's name with ``weight`` or ``bias``."""
     is_paired: bool = False
     """Whether rows of queries and keys are ordered so that rotary embeddings turn neighbours."""
     has_raised_norms: bool = False
     """Whether weights of norms were increased by one."""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its blocks have experts."""
+        return bool(self.experts) or any("exps" in name for name in self.parts)
+
     def place(self, name: str) -> Place | None:
         """Returns where a tensor goes; None if it is not known."""
         if match := _IN_BLOCK.fullmatch(name):
             block, leaf, kind = int(match[1]), match[2], match[3]
+            if part := self.parts.get(f"{leaf}.{kind}"):
+                return Place(f"model.layers.{block}.{part}", block, is_part=True)
             inside = self.leaves.get(leaf)
             if inside is None and leaf in self.experts:
                 inside = self.experts[leaf]
             if inside is None:
                 return None
-            return Place(f"model.layers.{block}.{inside if inside.endswith('_bias') else f'{inside}.{kind}'}", block)
+            is_whole = inside.endswith(_PARAMETERS)
+            return Place(f"model.layers.{block}.{inside if is_whole else f'{inside}.{kind}'}", block)
         module, _, kind = name.rpartition(".")
         return Place(f"{_OUTSIDE[module]}.{kind}", None) if module in _OUTSIDE and kind == "weight" else None
 
@@ -93,6 +107,22 @@ _DEEPSEEK = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{leaf}_shexp": f"mlp.shared_experts.{leaf}_proj" for leaf in ("gate", "up", "down")},
 }
+_LATENT_PARTS = {"attn_k_b.weight": "self_attn.kv_b_proj.codes_0", "attn_v_b.weight": "self_attn.kv_b_proj.codes_1"}
+_GPT_OSS = {
+    **_ATTENTION,
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_down_exps": "mlp.experts.down_proj_bias",
+}
+# Gate and up alternate in transformers.
+_GPT_OSS_PARTS = {
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj_codes_0",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj_codes_1",
+    "ffn_down_exps.weight": "mlp.experts.down_proj_codes",
+    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias_codes_0",
+    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias_codes_1",
+}
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", {**_ATTENTION, **_FFN_NORM, **_MLP}, is_paired=True),
     "qwen2": Architecture("qwen2", {**_ATTENTION, **_FFN_NORM, **_MLP}),
@@ -102,7 +132,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         {**_ATTENTION, **_HEAD_NORMS, **_FFN_NORM, "ffn_gate_inp": "mlp.gate"},
         _EXPERTS,
     ),
-    "deepseek2": Architecture("deepseek_v3", {**_MLA, **_FFN_NORM, **_MLP, **_DEEPSEEK}, _EXPERTS),
+    "deepseek2": Architecture("deepseek_v3", {**_MLA, **_FFN_NORM, **_MLP, **_DEEPSEEK}, _EXPERTS, _LATENT_PARTS),
+    "gpt-oss": Architecture("gpt_oss", _GPT_OSS, parts=_GPT_OSS_PARTS),
     "gemma": Architecture("gemma", {**_ATTENTION, **_FFN_NORM, **_MLP}, has_raised_norms=True),
     "gemma2": Architecture("gemma2", {**_ATTENTION, **_FOUR_NORMS, **_MLP}, has_raised_norms=True),
     "gemma3": Architecture("gemma3_text", {**_ATTENTION, **_HEAD_NORMS, **_FOUR_NORMS, **_MLP}, has_raised_norms=True),

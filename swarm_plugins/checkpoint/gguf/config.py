@@ -35,7 +35,7 @@ _IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding
 _MAX_COUNT = 1 << 31
 # Llama 3.1 to 3.3; the file has only what they come to.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_NUM_EXPERTS = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+_NUM_EXPERTS = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "deepseek_v3": "n_routed_experts"}
 # Of llama.cpp's ways to weigh experts.
 _SIGMOID = 2
 # Blocks of the models of 27B parameters, whose attention is scaled otherwise.
@@ -72,37 +72,41 @@ def config_fields(
             f"{label} says block_count {fields['num_hidden_layers']} and has {len(tensors)} tensors: fetch it again"
         )
     is_latent = kind.model_type == "deepseek_v3"
-    first = "blk.0.attn_kv_b.weight" if is_latent else "blk.0.attn_q.weight"
+    first = "blk.0.attn_output.weight" if is_latent else "blk.0.attn_q.weight"
     queries, table = tensors.get(first), tensors.get("token_embd.weight")
     if queries is None or table is None:
-        if "blk.0.attn_k_b.weight" in tensors:
-            raise UnsupportedError(
-                f"{label} has kv_b in two parts (attn_k_b, attn_v_b), of which one is transposed; known: attn_kv_b, in "
-                "one part: give the checkpoint in safetensors"
-            )
         raise CheckpointError(f"{label} has no token_embd.weight or {first}: it is no whole model")
     if is_latent:
         fields.update(_latent(stated, fields["num_attention_heads"]))
     fields.setdefault("head_dim", queries.shape[0] // fields["num_attention_heads"])
     fields["vocab_size"] = table.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in tensors
-    if kind.model_type in ("llama", "qwen3", "qwen3_moe"):
+    if kind.model_type in ("llama", "qwen3", "qwen3_moe", "gpt_oss"):
         fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if kind.model_type == "llama":
         fields["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
-    if kind.experts:
+    if kind.has_experts:
         experts = stated.count("expert_count", is_needed=True)
         fields[_NUM_EXPERTS.get(kind.model_type, "num_experts")] = experts
         # As llama.cpp computes these architectures.
         fields.setdefault("norm_topk_prob", True)
     fields["rope_parameters"] = _rotary(stated, fields["head_dim"], frequencies)
-    if kind.model_type in _DEEP_GEMMA:
-        fields.update(_gemma(kind.model_type, stated, fields))
+    fields.update(_of_family(kind.model_type, stated, fields))
     for key, to in _IDS.items():
         token = metadata.get(f"tokenizer.ggml.{key}")
         fields[to] = token if isinstance(token, int) and 0 <= token < fields["vocab_size"] else None
     _check_widths(fields, tensors, label)
     return fields
+
+
+def _of_family(model_type: str, stated: _Stated, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings that follow from others in a family."""
+    if model_type == "gpt_oss":
+        # As published; GGUF does not say that the range of yarn's ramp is not rounded.
+        exact = {"truncate": False} if fields["rope_parameters"]["rope_type"] == "yarn" else {}
+        inner = stated.count("expert_feed_forward_length") or fields.get("intermediate_size")
+        return {"rope_parameters": fields["rope_parameters"] | exact, "intermediate_size": inner}
+    return _gemma(model_type, stated, fields) if model_type in _DEEP_GEMMA else {}
 
 
 def _gemma(model_type: str, stated: _Stated, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def _latent(stated: _Stated, num_heads: int) -> dict[str, Any]:
     }
 
 
-def _latent_widths(fields: Mapping[str, Any]) -> dict[str, list[int]]:
+def _latent_widths(fields: Mapping[str, Any], *, in_halves: bool) -> dict[str, list[int]]:
     heads, hidden, rank = fields["num_attention_heads"], fields["hidden_size"], fields["kv_lora_rank"]
     inner, first, nope = (
         fields.get("moe_intermediate_size") or 0,
@@ -163,9 +167,11 @@ def _latent_widths(fields: Mapping[str, Any]) -> dict[str, list[int]]:
     )
     turned, queries = fields["qk_rope_head_dim"], fields["q_lora_rank"]
     rows = heads * (nope + turned)
+    values = fields["v_head_dim"]
+    halves = {"blk.0.attn_k_b.weight": [heads, rank, nope], "blk.0.attn_v_b.weight": [heads, values, rank]}
     wanted = {
         "blk.0.attn_kv_a_mqa.weight": [rank + turned, hidden],
-        "blk.0.attn_kv_b.weight": [heads * (nope + fields["v_head_dim"]), rank],
+        **(halves if in_halves else {"blk.0.attn_kv_b.weight": [heads * (nope + values), rank]}),
         f"blk.{first}.ffn_up_exps.weight": [fields["n_routed_experts"], inner, hidden],
         f"blk.{first}.ffn_up_shexp.weight": [fields["n_shared_experts"] * inner, hidden],
         f"blk.0.attn_q{'_b' if queries else ''}.weight": [rows, queries or hidden],
@@ -176,7 +182,10 @@ def _latent_widths(fields: Mapping[str, Any]) -> dict[str, list[int]]:
 def _check_widths(fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor], label: str) -> None:
     """Compares widths with tensors: a model is made in the widths that are stated."""
     table = {"token_embd.weight": [fields["vocab_size"], fields["hidden_size"]]}
-    wanted = table | (_latent_widths(fields) if "kv_lora_rank" in fields else _plain_widths(fields))
+    if "kv_lora_rank" in fields:
+        wanted = table | _latent_widths(fields, in_halves="blk.0.attn_k_b.weight" in tensors)
+    else:
+        wanted = table | _plain_widths(fields)
     for name, shape in wanted.items():
         found = list(tensors[name].shape) if name in tensors else None
         if found != shape:

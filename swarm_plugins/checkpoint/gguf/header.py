@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 
 MAX_HEADER_BYTES = 256 << 20
@@ -38,6 +40,8 @@ BLOCK_SIZES: Mapping[str, tuple[int, int]] = {
     "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
 """Weights and bytes of a block, by the name of ggml's type: the types that are read."""
+PLAIN_TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Those of one weight a block."""
 _NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
     30: "BF16", 39: "MXFP4",

@@ -17,6 +17,7 @@ from swarm_plugins.checkpoint.gguf.config import config_fields
 from swarm_plugins.checkpoint.gguf.header import (
     BLOCK_SIZES,
     MAX_HEADER_BYTES,
+    PLAIN_TYPES,
     GgufHeader,
     GgufTensor,
     ShortHeaderError,
@@ -28,7 +29,6 @@ from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError,
 
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _FREQUENCIES = "rope_freqs.weight"
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Most headers are shorter; their vocabulary takes the space.
 _FIRST_BYTES = 1 << 20
 _MAX_EXPERT_TENSORS = 1 << 17
@@ -187,10 +187,26 @@ def _infos(
             raise CheckpointError(f"{label} has two tensors for {place.name}, one as {name[:100]!r}: fetch it again")
         if "{}" in place.name:
             found.update(_experts(place.name, tensor, file, num_experts, label))
+        elif place.is_part:
+            found[place.name] = _part(place.name, tensor, file)
         else:
             info = _info(place.name, tensor, tensor.shape, file, tensor.start, tensor.end)
             found[place.name] = _changed(kind, name, info, fields, label)
+    _check_parts(found, label)
     return found
+
+
+def _check_parts(infos: Mapping[str, TensorInfo], label: str) -> None:
+    """Checks that weights in two tensors have both, and are not there as one as well."""
+    for name in infos:
+        whole, first, number = name.rpartition("codes_")
+        if not first:
+            continue
+        other = f"{whole}codes_{1 - int(number)}"
+        if other not in infos:
+            raise CheckpointError(f"{label} has one of two tensors for {whole[:-1]}: fetch it again")
+        if f"{whole}weight" in infos:
+            raise CheckpointError(f"{label} has {whole}weight twice, in one tensor and in two: fetch it again")
 
 
 def _experts(pattern: str, tensor: GgufTensor, file: str, count: int, label: str) -> Iterator[tuple[str, TensorInfo]]:
@@ -206,8 +222,16 @@ def _experts(pattern: str, tensor: GgufTensor, file: str, count: int, label: str
         yield name, _info(name, tensor, tensor.shape[1:], file, start, start + size)
 
 
+def _part(name: str, tensor: GgufTensor, file: str) -> TensorInfo:
+    """Returns a tensor as bytes, plain numbers too."""
+    shape = tensor.shape if tensor.name.endswith(".weight") else (*tensor.shape, 1)
+    weights, num_bytes = BLOCK_SIZES[tensor.kind]
+    shape = (*shape[:-1], shape[-1] // weights * num_bytes)
+    return TensorInfo(name, torch.uint8, shape, file, tensor.start, tensor.end, packing=tensor.kind)
+
+
 def _info(name: str, tensor: GgufTensor, shape: tuple[int, ...], file: str, start: int, end: int) -> TensorInfo:
-    plain = _PLAIN.get(tensor.kind)
+    plain = PLAIN_TYPES.get(tensor.kind)
     if plain is not None:
         return TensorInfo(name, plain, shape, file, start, end)
     weights, num_bytes = BLOCK_SIZES[tensor.kind]
@@ -232,7 +256,7 @@ def _changed(kind: Architecture, name: str, info: TensorInfo, fields: Mapping[st
 
 
 def _config(model_type: str, fields: Mapping[str, object], kinds: set[str], label: str) -> PreTrainedConfig:
-    is_packed = not kinds <= _PLAIN.keys()
+    is_packed = not kinds <= PLAIN_TYPES.keys()
     dtype = torch.float32
     if is_packed or "BF16" in kinds:
         dtype = torch.bfloat16

@@ -58,9 +58,13 @@ class PlainFormat:
             return (rows.to(weight.dtype) @ weight).to(rows.dtype)
         return functional.linear(rows.to(weight.dtype), weight).to(rows.dtype)
 
+    def bias(self, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+        """Returns the bias of a weight."""
+        return tensors[f"{name}_bias"].to(dtype)
+
 
 class PackedFormat:
-    """Experts with weights in stored formats, by name; their other tensors, such as biases, stay as is."""
+    """Experts with weights, and biases, in stored formats, by name; their other tensors stay as is."""
 
     def __init__(self, formats: Mapping[str, StoredFormat], others: Sequence[Part], device: torch.device) -> None:
         self._kernels: dict[str, Kernel] = {name: kernel_for(one, device) for name, one in formats.items()}
@@ -86,6 +90,13 @@ class PackedFormat:
 
     def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
         return multiply(self._kernels[name], self._parts(tensors, name), rows)
+
+    def bias(self, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+        """Returns the bias of a weight; one in a stored format has a column."""
+        own = f"{name}_bias"
+        if own in self._kernels:
+            return self._kernels[own].widen(self._parts(tensors, own), dtype).flatten()
+        return tensors[own].to(dtype)
 
     def _parts(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         return {part: tensors[key] for part, key in self._keys[name].items()}
@@ -134,6 +145,7 @@ class QuantizedOnReading:
         self._format = QuantizedFormat(turned(plain) if is_transposed else plain, bits, device)
         self.computed = self._format.computed
         self.linear = self._format.linear
+        self.bias = self._format.bias
 
     def check(self, stored: Tensor, key: ExpertKey) -> None:
         """Does nothing: a weight may be any number."""

@@ -34,6 +34,7 @@ class SlicedFormat:
     ) -> None:
         self.stored = whole.stored
         self.linear = whole.linear
+        self.bias = whole.bias
         self.check = whole.check
         self._part = part
         self._is_transposed = is_transposed

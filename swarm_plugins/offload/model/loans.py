@@ -59,7 +59,7 @@ class ExpertLoans:
         def product(name: str, rows: Tensor) -> Tensor:
             result = self._form.linear(tensors, name, rows)
             if module.has_bias:
-                result = result + tensors[f"{name}_bias"].to(result.dtype)
+                result = result + self._form.bias(tensors, name, result.dtype)
             for adapter in adapters:
                 if adapter.parameter == name:
                     result = adapter.add(rows, result)

@@ -42,10 +42,7 @@ class Mxfp4Format(PublishedFormat):
         return super().checked(tensors)
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        steps = _steps(parts["codes"])  # [out, groups, 32]
-        exponents = parts["scales"].int() - _EXPONENT_BIAS
-        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-        return steps.mul_(scales.unsqueeze(-1)).reshape(self.shape).to(dtype)
+        return mxfp4_numbers(parts["codes"], parts["scales"]).reshape(self.shape).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,18 @@ class Nvfp4Format(PublishedFormat):
         steps = _steps(parts["codes"]).unflatten(1, (-1, _NV_GROUP))
         wide: Tensor = steps.mul_(scales.unsqueeze(-1)).reshape(self.shape)
         return wide.to(dtype)
+
+
+def mxfp4_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Returns the numbers of groups, ``[.., 32]`` of float32.
+
+    Args:
+        codes: ``[.., 16]``, two neighbors in a byte, the first in the low half.
+        exponents: ``[..]`` of e8m0.
+    """
+    powers = exponents.int() - _EXPONENT_BIAS
+    scales = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers)
+    return _steps(codes).mul_(scales.unsqueeze(-1))
 
 
 def _check_columns(shape: tuple[int, int], group: int) -> None:

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swarm_plugins.checkpoint.gguf.header import BLOCK_SIZES
+from swarm_plugins.checkpoint.gguf.header import BLOCK_SIZES, PLAIN_TYPES
+from swarm_plugins.weights.formats.fp4 import mxfp4_numbers
 from swarm_plugins.weights.stored import Part, PublishedFormat
 
 # Weights widened at once, so that temporaries stay small.
 _CHUNK_WEIGHTS = 1 << 20
-# e2m1 doubled: MXFP4's scale is halved for it.
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class GgmlType(NamedTuple):
@@ -61,9 +60,11 @@ class GgmlFormat(PublishedFormat):
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         kind = GGML_TYPES[self.kind]
         codes, columns = parts["codes"], self.shape[1]
-        pieces = codes.split(max(1, _CHUNK_WEIGHTS // columns))
-        wide = [kind.widen(piece.reshape(-1, kind.num_bytes)).reshape(-1, columns).to(dtype) for piece in pieces]
-        return torch.cat(wide)
+        wide = torch.empty(self.shape, dtype=dtype, device=codes.device)
+        rows = max(1, _CHUNK_WEIGHTS // columns)
+        for piece, into in zip(codes.split(rows), wide.split(rows), strict=True):
+            into.copy_(kind.widen(piece.reshape(-1, kind.num_bytes)).view(-1, columns))
+        return wide
 
 
 def _half(raw: Tensor) -> Tensor:
@@ -94,6 +95,21 @@ def q4_0_parts(codes: Tensor) -> tuple[Tensor, Tensor]:
     blocks = codes.unflatten(1, (-1, BLOCK_SIZES["Q4_0"][1]))
     scales = blocks[..., :2].contiguous().view(torch.float16).squeeze(2)
     return _nibbles(blocks[..., 2:].flatten(0, 1)).view(codes.shape[0], -1), scales
+
+
+def mxfp4_parts(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes ``[out, groups, 16]``, neighbors in a byte, and exponents ``[out, groups]`` of ``MXFP4``."""
+    neighbors, exponents = _mxfp4_blocks(codes.reshape(-1, BLOCK_SIZES["MXFP4"][1]))
+    rows = codes.shape[0]
+    return neighbors.view(rows, -1, neighbors.shape[1]), exponents.view(rows, -1).clone()
+
+
+def _mxfp4_blocks(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes ``[blocks, 16]`` with neighbors in a byte instead of those 16 columns apart, and exponents."""
+    words = raw[:, 1:].contiguous().view(torch.int16)  # two bytes each: [blocks, 8]
+    low = (words & 0x0F) | ((words >> 4) & 0xF0)
+    high = ((words >> 4) & 0x0F) | ((words >> 8) & 0xF0)
+    return torch.cat([low, high], dim=1).to(torch.uint8), raw[:, 0]
 
 
 def _q8_0(raw: Tensor) -> Tensor:
@@ -163,10 +179,11 @@ def _q6_k(raw: Tensor) -> Tensor:
 
 
 def _mxfp4(raw: Tensor) -> Tensor:
-    levels = torch.tensor(_E2M1, dtype=torch.float32, device=raw.device)
-    # The scale is a power of two, halved.
-    wide: Tensor = torch.ldexp(levels[_nibbles(raw[:, 1:]).long()], raw[:, :1].int() - 128)
-    return wide
+    return mxfp4_numbers(*_mxfp4_blocks(raw))
+
+
+def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda raw: raw.contiguous().view(dtype).float()
 
 
 GGML_TYPES: Mapping[str, GgmlType] = {
@@ -181,6 +198,8 @@ GGML_TYPES: Mapping[str, GgmlType] = {
         GgmlType("Q5_K", *BLOCK_SIZES["Q5_K"], _q5_k, slice(4)),
         GgmlType("Q6_K", *BLOCK_SIZES["Q6_K"], _q6_k, slice(208, 210)),
         GgmlType("MXFP4", *BLOCK_SIZES["MXFP4"], _mxfp4, slice(1)),
+        # Plain, as parts of weights in several tensors.
+        *(GgmlType(name, *BLOCK_SIZES[name], _plain(dtype), slice(0)) for name, dtype in PLAIN_TYPES.items()),
     )
 }
 """The types that are read, by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,17 +31,31 @@ class StackedFormat(PublishedFormat):
         )
 
     def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        ends = [f"_{index}" for index in range(len(self.pieces))]
-        apart = [{name.removesuffix(end): one for name, one in tensors.items() if name.endswith(end)} for end in ends]
-        return self.join([piece.checked(own) for piece, own in zip(self.pieces, apart, strict=True)])
+        each = zip(self.pieces, apart(tensors, len(self.pieces)), strict=True)
+        return self.join([piece.checked(own) for piece, own in each])
 
     def join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the parts of the whole, given those of each piece."""
         return {f"{name}_{index}": one for index, piece in enumerate(parts) for name, one in piece.items()}
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return torch.cat([piece.widen(own, dtype) for piece, own in self._apart(parts)])
+        each = zip(self.pieces, apart(parts, len(self.pieces)), strict=True)
+        return self.rows([piece.widen(own, dtype) for piece, own in each])
 
-    def _apart(self, parts: Mapping[str, Tensor]) -> Iterator[tuple[PublishedFormat, dict[str, Tensor]]]:
-        for index, piece in enumerate(self.pieces):
-            yield piece, {part.name: parts[f"{part.name}_{index}"] for part in piece.parts}
+    def rows(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Returns the rows of the whole, given those of each piece."""
+        return torch.cat(list(pieces))
+
+
+@dataclass(frozen=True)
+class InterleavedFormat(StackedFormat):
+    """Weights of one shape whose rows alternate, as gate and up of gpt-oss do."""
+
+    def rows(self, pieces: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(pieces), dim=1).flatten(0, 1)
+
+
+def apart(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Returns the tensors of each piece by their own names, given those of the whole: ``NAME_INDEX``."""
+    ends = [f"_{index}" for index in range(count)]
+    return [{name.removesuffix(end): one for name, one in tensors.items() if name.endswith(end)} for end in ends]

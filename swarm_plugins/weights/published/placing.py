@@ -20,7 +20,7 @@ from swarm_plugins.weights.experts import PackedExperts, run_packed
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.stacked import StackedFormat
 from swarm_plugins.weights.linears import PackedLinear
-from swarm_plugins.weights.published.weights import PackedWeight, Published
+from swarm_plugins.weights.published.weights import PackedWeight, Published, codes_of
 from swarm_plugins.weights.repacking import repacking_of
 from swarm_plugins.weights.stored import PublishedFormat, StoredFormat
 
@@ -86,6 +86,10 @@ class Placing:
         for path, stack in self.experts.items():
             owner, _, name = path.rpartition(".")
             module = model.get_submodule(owner)
+            if stack[0][0].is_vector:
+                wide = self.published.widened(stack[0][0], dtype).to(device)
+                module.register_parameter(name, nn.Parameter(wide, requires_grad=False))
+                continue
             form, experts = _repacked(self.format(stack), self._read_experts(stack), dtype, device)
             packed = PackedExperts(form, experts, is_transposed=bool(module.is_transposed))
             setattr(module, name, packed.to(device))
@@ -122,10 +126,11 @@ class Placing:
         return formats[0] if len(formats) == 1 else StackedFormat(formats)
 
     def _read_experts(self, stack: Stack) -> list[dict[str, Tensor]]:
-        columns, form = [self.published.read(group) for group in stack], self.format(stack)
-        if isinstance(form, StackedFormat):
-            return [form.join(list(pieces)) for pieces in zip(*columns, strict=True)]
-        return columns[0]
+        columns = [self.published.read(group) for group in stack]
+        if len(columns) == 1:
+            return columns[0]
+        form = StackedFormat(tuple(group[0].format for group in stack))
+        return [form.join(list(pieces)) for pieces in zip(*columns, strict=True)]
 
 
 def _repacked(
@@ -177,7 +182,7 @@ def _check_plain(published: Published, names: Iterable[str]) -> None:
 
 def _as_spelled(plain: str, group: Mapping[str, str], spelled: Mapping[str, str]) -> str:
     """Returns the name of a plain weight with the prefix that one of its tensors is given."""
-    name = group["codes"]
+    name = codes_of(group) or plain
     if spelled[name] == name:
         return plain
     shared = len(_common_end(name, spelled[name]))
@@ -202,7 +207,7 @@ def _place_one(
     owner, _, _ = target.rpartition(".")
     module, shape = outline.get_submodule(owner), tuple(outline.get_parameter(target).shape)
     weight = placing.published.weight
-    if is_fused_experts(module) and len(shape) == 3:
+    if is_fused_experts(module) and len(shape) in (2, 3):
         placing.experts[target] = _stack(placing.published, rules, module, target, by_pattern, groups)
         return
     plains = by_pattern.get(None, [])
@@ -212,7 +217,7 @@ def _place_one(
             "cannot be rearranged: give the unquantized checkpoint"
         )
     found = weight(plains[0], groups[plains[0]], (shape[0], shape[1]))
-    kind = placing.linears if type(module) is nn.Linear else placing.others
+    kind = placing.linears if type(module) is nn.Linear and found.format.is_kept else placing.others
     kind[owner if kind is placing.linears else target] = found
 
 
@@ -225,16 +230,18 @@ def _stack(
     groups: Mapping[str, Mapping[str, str]],
 ) -> Stack:
     num_experts, *sides = module.get_parameter(target.rpartition(".")[2]).shape
-    rows, columns = reversed(sides) if module.is_transposed else sides
+    is_vector = len(sides) == 1
+    rows, columns = (sides[0], 1) if is_vector else reversed(sides) if module.is_transposed else sides
     if set(by_pattern) == {None}:
         [plain] = by_pattern[None]
-        if module.is_transposed and groups[plain]["codes"] == plain:
+        if module.is_transposed and codes_of(groups[plain]) == plain:
             raise UnsupportedError(
                 f"{target} lies as [in, out] and is packed as {published.name}, which is known as [out, in]: give the "
                 "unquantized checkpoint"
             )
         weight = published.weight(plain, groups[plain], (rows, columns), num_experts)
-        return ((replace(weight, is_transposed=bool(module.is_transposed)),),)
+        is_transposed = bool(module.is_transposed) and not is_vector
+        return ((replace(weight, is_transposed=is_transposed, is_vector=is_vector),),)
     patterns = [pattern for pattern in by_pattern if pattern is not None]
     converter = rules.converter(patterns)
     operations = list(converter.operations) if converter is not None else []

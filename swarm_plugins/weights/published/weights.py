@@ -36,11 +36,15 @@ class PackedWeight:
     """How many of them each tensor stacks. None: it is one weight."""
     is_transposed: bool = False
     """Whether plain ones lie as ``[in, out]`` in the place of it."""
+    is_vector: bool = False
+    """Whether plain ones are vectors, such as biases: it has one column."""
 
     @property
     def wide_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that `Published.widened` returns."""
-        one = self.format.shape[::-1] if self.is_transposed else self.format.shape
+        one: tuple[int, ...] = self.format.shape[:1]
+        if not self.is_vector:
+            one = self.format.shape[::-1] if self.is_transposed else self.format.shape
         return one if self.num_experts is None else (self.num_experts, *one)
 
     @property
@@ -48,6 +52,11 @@ class PackedWeight:
         """The tensors that have to be read, by part: not those that only other packages need."""
         kept = {part.name for part in self.format.file_parts} | set(_TOLD)
         return {part: name for part, name in self.tensors.items() if part in kept}
+
+
+def codes_of(tensors: Mapping[str, str]) -> str | None:
+    """Returns the tensor with the codes of a weight, or with the first of them; given its tensors by part."""
+    return tensors.get("codes", tensors.get("codes_0"))
 
 
 class Published:
@@ -112,10 +121,11 @@ class Published:
         return None, ""
 
     def _is_packed(self, plain: str, group: Mapping[str, str]) -> bool:
-        if "codes" not in group:
+        codes = codes_of(group)
+        if codes is None:
             # Such as a bias named otherwise, or scales of caches.
             return False
-        info = self.checkpoint.tensors[group["codes"]]
+        info = self.checkpoint.tensors[codes]
         if info.packing is not None:
             return True
         parts = [part for part in group if not part.startswith(UNUSED)]
@@ -185,7 +195,7 @@ class Published:
         wide = [weight.format.widen(parts, dtype) for parts in self.read([weight])]
         if weight.is_transposed:
             wide = [one.T for one in wide]
-        return wide[0] if weight.num_experts is None else torch.stack(wide)
+        return (wide[0] if weight.num_experts is None else torch.stack(wide)).reshape(weight.wide_shape)
 
     def _wrong(self, plain: str, why: Exception) -> CheckpointError:
         return CheckpointError(

@@ -15,6 +15,7 @@ from swarm_plugins.checkpoint.gguf import index
 from swarm_plugins.distill import make_student
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -59,6 +60,20 @@ DEEPSEEK: dict[str, Any] = {
     "blk.0.attn_kv_b.weight": (32, 32),
     **{f"blk.0.ffn_{leaf}_exps.weight": (4, 32, 32) for leaf in ("gate", "up", "down")},
     **{f"blk.0.ffn_{leaf}_shexp.weight": (32, 32) for leaf in ("gate", "up", "down")},
+}
+GPT_OSS: dict[str, Any] = {
+    "blk.0.ffn_norm.weight": None,
+    **{f"blk.0.ffn_{leaf}.weight": None for leaf in ("gate", "up", "down")},
+    "blk.0.post_attention_norm.weight": (32,),
+    "blk.0.attn_sinks.weight": (2,),
+    "blk.0.ffn_gate_inp.weight": (3, 32),
+    **STACKS,
+    **{f"blk.0.ffn_{leaf}_exps.bias": (3, 32) for leaf in ("gate", "up", "down")},
+}
+HALVES: dict[str, Any] = {
+    "blk.0.attn_kv_b.weight": None,
+    "blk.0.attn_k_b.weight": (2, 32, 8),
+    "blk.0.attn_v_b.weight": (2, 8, 32),
 }
 
 
@@ -192,8 +207,10 @@ def test_what_is_not_known_is_refused(
         Checkpoint.open(written(tmp_path / "toy.gguf", fields, shapes, architecture))
 
 
-def test_latent_attention_has_the_widths_of_its_tensors(tmp_path: Path) -> None:
-    config = Checkpoint.open(written(tmp_path / "toy.gguf", DEEPSEEK_FIELDS, DEEPSEEK, "deepseek2")).config
+@pytest.mark.parametrize("shapes", [{}, HALVES], ids=["whole", "halves"])
+def test_latent_attention_has_the_widths_of_its_tensors(shapes: dict[str, Any], tmp_path: Path) -> None:
+    file = written(tmp_path / "toy.gguf", DEEPSEEK_FIELDS, {**DEEPSEEK, **shapes}, "deepseek2")
+    config = Checkpoint.open(file).config
     assert (config.model_type, config.q_lora_rank, config.qk_nope_head_dim, config.v_head_dim) == (
         "deepseek_v3",
         None,
@@ -225,9 +242,17 @@ def test_latent_attention_has_the_widths_of_its_tensors(tmp_path: Path) -> None:
         ({"expert_gating_func": 1}, {}, UnsupportedError, r"by expert_gating_func 1; known: 2 \(sigmoid"),
         (
             {},
-            {"blk.0.attn_kv_b.weight": None, "blk.0.attn_k_b.weight": (2, 32, 8)},
-            UnsupportedError,
-            r"has kv_b in two parts \(attn_k_b, attn_v_b\)",
+            {"blk.0.attn_kv_b.weight": None},
+            CheckpointError,
+            r"attn_kv_b\.weight in .* is None, its metadata ask for \[32, 32\]",
+        ),
+        ({}, {**HALVES, "blk.0.attn_v_b.weight": None}, CheckpointError, r"attn_v_b\.weight in .* is None"),
+        ({}, {**HALVES, "blk.0.attn_k_b.weight": (2, 16, 16)}, CheckpointError, r"attn_k_b\.weight .* \[2, 32, 8\]"),
+        (
+            {},
+            {**HALVES, "blk.0.attn_kv_b.weight": (32, 32)},
+            CheckpointError,
+            r"has model\.layers\.0\.self_attn\.kv_b_proj\.weight twice, in one tensor and in two",
         ),
     ],
 )
@@ -237,6 +262,49 @@ def test_latent_attention_that_does_not_fit_is_refused(
     file = written(tmp_path / "toy.gguf", {**DEEPSEEK_FIELDS, **fields}, {**DEEPSEEK, **shapes}, "deepseek2")
     with pytest.raises(error, match=message):
         Checkpoint.open(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "error", "message"),
+    [
+        ({}, {"blk.0.ffn_gate_exps.weight": None}, CheckpointError, r"has one of two tensors for .*\.gate_up_proj: f"),
+        ({}, {"blk.0.ffn_up_exps.bias": None}, CheckpointError, r"has one of two tensors for .*\.gate_up_proj_bias"),
+        ({"expert_count": 1 << 30}, {}, CheckpointError, r"ffn_up_exps\.weight in .* ask for \[1073741824, 32, 32\]"),
+        ({"expert_count": 0}, {}, CheckpointError, r"gpt-oss\.expert_count 0, expected a number from 1"),
+        (
+            {"feed_forward_length": 1 << 30},
+            {},
+            CheckpointError,
+            r"ffn_up_exps\.weight .* for \[3, 1073741824, 32\]",
+        ),
+        ({}, {"blk.0.ffn_norm.weight": (32,)}, UnsupportedError, r"holds 'blk\.0\.ffn_norm\.weight', which a gpt_oss"),
+    ],
+)
+def test_gpt_oss_whose_experts_do_not_fit_is_refused(
+    fields: dict[str, Any], shapes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    stated = {"expert_count": 3, "expert_used_count": 2, **fields}
+    with pytest.raises(error, match=message):
+        Checkpoint.open(written(tmp_path / "toy.gguf", stated, {**GPT_OSS, **shapes}, "gpt-oss"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        (
+            "ffn_gate_exps.weight",
+            (3, 30, 32),
+            r"gate_up_proj in .*codes_0 is \[3, 30, 128\].* needs \[3, 32, 128\]",
+        ),
+        ("ffn_up_exps.bias", (2, 32), r"gate_up_proj_bias in .*: .*codes_1 is \[2, 32, 4\].* needs \[3, 32, 4\]"),
+        ("ffn_down_exps.weight", (3, 32), r"down_proj in .*: .*codes is \[3, 128\].* needs \[3, 32, 128\]"),
+    ],
+)
+def test_experts_of_other_shapes_are_refused(name: str, shape: tuple[int, ...], message: str, tmp_path: Path) -> None:
+    stated = {"expert_count": 3, "expert_used_count": 2, "attention.key_length": 16}
+    file = written(tmp_path / "toy.gguf", stated, {**GPT_OSS, f"blk.0.{name}": shape}, "gpt-oss")
+    with pytest.raises(CheckpointError, match=message):
+        MoeCheckpoint.open(file)
 
 
 @pytest.mark.parametrize("kept", [2, 300, -100])

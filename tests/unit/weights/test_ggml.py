@@ -15,6 +15,9 @@ def random_codes(kind: str, rows: int, blocks: int) -> torch.Tensor:
     """Returns any bytes, but scales that are small numbers."""
     found = GGML_TYPES[kind]
     made = np.random.default_rng(0).integers(0, 256, (rows, blocks, found.num_bytes), dtype=np.uint8)
+    if kind in ("F32", "F16", "BF16"):
+        sizes = np.random.default_rng(0).normal(size=(rows, blocks)).astype(np.float32)
+        return torch.from_numpy(gguf.quants.quantize(sizes, gguf.GGMLQuantizationType[kind]).view(np.uint8))
     halves = {"Q6_K": [208], "MXFP4": [], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind, [0, 2])
     for start in halves:
         scales = np.random.default_rng(1).normal(size=(rows, blocks, 1)).astype(np.float16)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarm_plugins.checkpoint.gguf.header import BLOCK_SIZES
 from swarm_plugins.weights.choice import kernel_for
 from swarm_plugins.weights.formats.fp4 import Mxfp4Format
 from swarm_plugins.weights.formats.ggml import GgmlFormat
 from swarm_plugins.weights.formats.int_groups import GptqFormat, PackQuantizedFormat
 from swarm_plugins.weights.formats.scaled import ScaledFormat
-from swarm_plugins.weights.formats.stacked import StackedFormat
+from swarm_plugins.weights.formats.stacked import InterleavedFormat, StackedFormat
 from swarm_plugins.weights.kernel import multiply
 from swarm_plugins.weights.kernels.int4pack import MOST_ROWS
 from swarm_plugins.weights.repacking import repacking_of
@@ -34,6 +35,7 @@ def words(
 REPACKED: dict[str, PublishedFormat] = {
     "Q8_0": GgmlFormat(SHAPE, "Q8_0"),
     "Q4_0": GgmlFormat(SHAPE, "Q4_0"),
+    "MXFP4": GgmlFormat(SHAPE, "MXFP4"),
     "int4-groups": words(4, 32),
     "int4-half-scales": words(4, 32, HALF),
     "int8-channel": words(8, 96),
@@ -41,6 +43,8 @@ REPACKED: dict[str, PublishedFormat] = {
     "int8-tensor": ScaledFormat(SHAPE, SHAPE, torch.int8, torch.float32, ()),
     "bnb-int8": ScaledFormat(SHAPE, (1, 96), torch.int8, torch.float32, (70,), unit=1 / 127),
     "stack-Q8_0": StackedFormat((GgmlFormat((64, 96), "Q8_0"),) * 2),
+    "alternating-Q8_0": InterleavedFormat((GgmlFormat((64, 96), "Q8_0"),) * 2),
+    "alternating-MXFP4": InterleavedFormat((GgmlFormat(SHAPE, "MXFP4"),) * 2),
     "stack-int4": StackedFormat((words(4, 32),) * 2),
     "stack-int8": StackedFormat((ScaledFormat(SHAPE, (1, 96), torch.int8, BF16, (70, 1)),) * 2),
 }
@@ -74,7 +78,10 @@ def random_parts(stored: PublishedFormat) -> dict[str, Tensor]:
     for index, piece in enumerate(pieces):
         if isinstance(piece, GgmlFormat):
             codes = found["codes" if len(pieces) == 1 else f"codes_{index}"]
-            blocks = codes.unflatten(1, (-1, 34 if piece.kind == "Q8_0" else 18))
+            blocks = codes.unflatten(1, (-1, BLOCK_SIZES[piece.kind][1]))
+            if piece.kind == "MXFP4":
+                blocks[..., 0] = torch.randint(110, 130, blocks.shape[:2], generator=dice)
+                continue
             scales = torch.rand(*blocks.shape[:2], 1, generator=dice).to(HALF)
             scales[0, 0] = 60000.0
             blocks[..., :2] = scales.view(torch.uint8)
@@ -117,7 +124,7 @@ def test_what_would_lose_numbers_stays(name: str) -> None:
 def test_in_float32_no_bit_changes(name: str) -> None:
     stored = REPACKED[name]
     found = repacking_of(stored, torch.float32)
-    if name not in ("Q8_0", "stack-Q8_0"):
+    if not name.endswith(("Q8_0", "MXFP4")):
         assert found is None
         return
     assert found is not None
