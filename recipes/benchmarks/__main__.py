@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarm_plugins.cli.support.arguments import Revision
+from recipes.benchmarks.mixture.command import mixture
 from recipes.benchmarks.network.command import network
 from recipes.benchmarks.packs.command import packs
 from recipes.benchmarks.formats.command import formats
+from recipes.benchmarks.widths.command import widths
 from recipes.benchmarks.command import PROGRAM, Json, ModelFolder, NewTokens, Rounds, Servers, check_json, measure, show
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import naming_extras
@@ -55,39 +57,6 @@ def decode(
         )
 
     measure("decode", run, json)
-
-
-@app.command()
-def widths(
-    model: ModelFolder,
-    width: Annotated[
-        list[str] | None, typer.Option(help="float32, bfloat16, float16, int8, int4 or nf4; repeatable.")
-    ] = None,
-    gguf: Annotated[
-        list[Path] | None,
-        typer.Option(help="File of the same model that llama.cpp (package xllamacpp) decodes in turns; repeatable."),
-    ] = None,
-    prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
-    new_tokens: NewTokens = 32,
-    rounds: Rounds = 7,
-    json: Json = None,
-) -> None:
-    """Measure the time per token through one server that keeps its weights in 32, 16, 8 and 4 bits."""
-
-    def run(progress: Progress) -> Report:
-        from recipes.benchmarks.widths import bench_widths
-
-        return bench_widths(
-            model,
-            widths=width or ["float32", "bfloat16", "int8", "int4", "nf4"],
-            gguf=gguf or (),
-            prefix_tokens=prefix,
-            new_tokens=new_tokens,
-            rounds=rounds,
-            progress=progress,
-        )
-
-    measure("widths", run, json)
 
 
 @app.command()
@@ -505,6 +474,8 @@ def privacy(
 app.command()(network)
 app.command()(packs)
 app.command()(formats)
+app.command()(mixture)
+app.command()(widths)
 
 
 def main() -> None:

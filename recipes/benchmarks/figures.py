@@ -53,6 +53,25 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A figure and its goal."""
+
+    name: str
+    value: float
+    goal: float
+    is_upper_bound: bool = False
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal is reached."""
+        return self.value <= self.goal if self.is_upper_bound else self.value >= self.goal
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the goal in JSON types."""
+        return {**msgspec.to_builtins(self), "reached": self.reached}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figure:
     """A measurement of the swarm, compared with the local model."""
 
@@ -132,6 +151,15 @@ def goal_cells(goal: str | None, reached: bool | None, *, is_upper_bound: bool) 
         return "", ""
     verdict = "[green]reached[/green]" if reached else "[yellow]missed[/yellow]"
     return f"{'<=' if is_upper_bound else '>='} {goal}", verdict
+
+
+def goals_table(goals: Iterable[Goal]) -> Table:
+    """Returns a table with a row for each goal."""
+    table = new_table("goals", ("figure", "value", "goal", ""), names=("figure", ""))
+    for one in goals:
+        cells = goal_cells(f"{one.goal:g}", one.reached, is_upper_bound=one.is_upper_bound)
+        table.add_row(one.name, f"{one.value:.2f}", *cells)
+    return table
 
 
 def check_writable(file: Path, what: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import msgspec
 
+from recipes.benchmarks.measure import own
+from recipes.benchmarks.memory_group import join
 from swarm_plugins.child import Child, answer, jobs
 from swarm_plugins.errors import ConfigError, MissingExtraError
 
@@ -24,6 +26,8 @@ class Open(msgspec.Struct, tag=True):
 
     file: str
     num_tokens: int
+    group: str = ""
+    """Folder of a control group to join first, which limits memory with the mapped file; empty: none."""
 
 
 class Decode(msgspec.Struct, tag=True):
@@ -38,6 +42,8 @@ class Decoded(msgspec.Struct):
 
     seconds_per_token: float
     prompt_s: float
+    read_bytes: int
+    """Read from the disk meanwhile."""
 
 
 Message: Any = Open | Decode
@@ -62,9 +68,9 @@ class LlamaCpp:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._child.__exit__(kind, error, at)
 
-    def open(self, num_tokens: int) -> None:
-        """Loads the file for a context of so many tokens."""
-        self._child.send(Open(file=str(self.file.resolve()), num_tokens=num_tokens))
+    def open(self, num_tokens: int, *, group: Path | None = None) -> None:
+        """Loads the file for a context of so many tokens, in a control group if one is given."""
+        self._child.send(Open(file=str(self.file.resolve()), num_tokens=num_tokens, group=str(group or "")))
         self._child.receive(Decoded, timeout_s=_ANSWER_S)
 
     def decode(self, prompt: Sequence[int], new_tokens: int) -> Decoded:
@@ -73,20 +79,31 @@ class LlamaCpp:
         return self._child.receive(Decoded, timeout_s=_ANSWER_S)
 
 
+def has_llama_cpp() -> bool:
+    """Returns whether the wheel is installed."""
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+def need_llama_cpp() -> None:
+    """Raises MissingExtraError unless the wheel is installed."""
+    if not has_llama_cpp():
+        raise MissingExtraError(
+            "llama.cpp is run by the package xllamacpp, which is not installed: pip install xllamacpp"
+        )
+
+
 def check_llama_cpp(files: Sequence[Path]) -> None:
     """Checks before anything is measured that llama.cpp can run files.
 
     Raises:
-        MissingExtraError: If the wheel is not installed.
+        MissingExtraError: If there are any, and the wheel is not installed.
         ConfigError: If a file does not exist.
     """
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{file} does not exist: give a GGUF file of the same model")
-    if files and importlib.util.find_spec("xllamacpp") is None:
-        raise MissingExtraError(
-            "llama.cpp is run by the package xllamacpp, which is not installed: pip install xllamacpp"
-        )
+    if files:
+        need_llama_cpp()
 
 
 def main() -> None:
@@ -95,7 +112,7 @@ def main() -> None:
     for message in jobs(Message):
         if isinstance(message, Open):
             server = _server(message)
-            answer(Decoded(seconds_per_token=0.0, prompt_s=0.0))
+            answer(Decoded(seconds_per_token=0.0, prompt_s=0.0, read_bytes=0))
             continue
         request = {
             "prompt": message.prompt,
@@ -104,13 +121,22 @@ def main() -> None:
             "ignore_eos": True,
             "cache_prompt": False,
         }
+        before = own("io", "read_bytes")
         times = server.handle_completions(request)["timings"]
-        answer(Decoded(seconds_per_token=times["predicted_per_token_ms"] / 1e3, prompt_s=times["prompt_ms"] / 1e3))
+        answer(
+            Decoded(
+                seconds_per_token=times["predicted_per_token_ms"] / 1e3,
+                prompt_s=times["prompt_ms"] / 1e3,
+                read_bytes=own("io", "read_bytes") - before,
+            )
+        )
 
 
 def _server(asked: Open) -> Any:
     import xllamacpp
 
+    if asked.group:
+        join(Path(asked.group))  # libraries, which are in memory by now, do not count
     # It logs pages to standard output, which the parent reads answers from, and to standard error.
     parent = os.dup(1)
     with open(os.devnull, "wb") as nowhere:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import psutil
 from rich.progress import Progress
@@ -98,6 +99,16 @@ def cpu_seconds(pids: Iterable[int]) -> float:
             continue
         total += times.user + times.system
     return total
+
+
+def own(file: str, field: str) -> int:
+    """Returns a byte count that the kernel keeps for this process, such as ``VmHWM`` in ``status``."""
+    for line in Path("/proc/self", file).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            number, *unit = value.split()
+            return int(number) * (1024 if unit else 1)
+    return 0
 
 
 def private_bytes(pids: Iterable[int], *, settle_s: float = 1.0) -> int:

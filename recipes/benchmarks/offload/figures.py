@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from recipes.benchmarks.figures import Report, goal_cells, new_table
+from recipes.benchmarks.figures import Goal, Report, goals_table, new_table
 from swarm_plugins.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -70,21 +70,6 @@ class ArmFigures:
     written_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """A figure and its goal."""
-
-    name: str
-    value: float
-    goal: float
-    is_upper_bound: bool = False
-
-    @property
-    def reached(self) -> bool:
-        """Whether the goal is reached."""
-        return self.value <= self.goal if self.is_upper_bound else self.value >= self.goal
-
-
 @dataclass(kw_only=True)
 class OffloadReport(Report):
     """All figures of one run."""
@@ -112,11 +97,11 @@ class OffloadReport(Report):
     def tables(self) -> Iterator[Table]:
         """Yields the tables of arms and of goals."""
         yield _arms_table(self)
-        yield _goals_table(self.goals)
+        yield goals_table(self.goals)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report in JSON types."""
-        return {**asdict(self), "goals": [{**asdict(one), "reached": one.reached} for one in self.goals]}
+        return {**asdict(self), "goals": [one.as_dict() for one in self.goals]}
 
 
 def add_goals(report: OffloadReport) -> None:
@@ -190,12 +175,4 @@ def _arms_table(report: OffloadReport) -> Table:
             f"{expected.hit_ratio:.2f}",
             *[""] * 4,
         )
-    return table
-
-
-def _goals_table(goals: list[Goal]) -> Table:
-    table = new_table("goals", ("figure", "value", "goal", ""), names=("figure", ""))
-    for one in goals:
-        cells = goal_cells(f"{one.goal:g}", one.reached, is_upper_bound=one.is_upper_bound)
-        table.add_row(one.name, f"{one.value:.2f}", *cells)
     return table

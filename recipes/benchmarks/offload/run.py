@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from recipes.benchmarks.arms import check_directory, decode, prompt_tokens
 from recipes.benchmarks.figures import check_writable
+from recipes.benchmarks.offload.budgets import budgets_of, parse_share
 from recipes.benchmarks.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals
 from recipes.benchmarks.offload.model import default_folder, olmoe_config, write_random_moe
 from recipes.benchmarks.offload.plot import draw_expert_use, recorded_use
@@ -29,21 +30,7 @@ from swarm_plugins.offload.store.quantized_store import is_quantized_store
 from swarm_plugins.sizes import format_bytes
 
 PROMPT_TOKENS = 48
-NUM_READERS = 2
-# Thread stacks and fragments of the heap.
-_SPARE_BYTES = 64 << 20
 _LEAVE_OUT = {"resident": ArmName.RESIDENT, "accelerate": ArmName.ACCELERATE}
-
-
-def parse_share(text: str) -> float:
-    """Parses a share such as ``25%``; raises ConfigError unless it is above 0 % and at most 100 %."""
-    try:
-        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else -1.0
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise ConfigError(f"invalid --fast {text!r}: expected more than 0% and at most 100%, such as 25%")
-    return share
 
 
 def bench_offload(
@@ -141,11 +128,9 @@ def _plot(directory: Path, file: Path, *, fast_bytes: int, new_tokens: int) -> N
 def _measure(report: OffloadReport, directory: Path, arms: Sequence[ArmName], progress: Progress) -> None:
     checkpoint = Checkpoint.open(directory)
     sizes = model_sizes(checkpoint, context_tokens=PROMPT_TOKENS + report.new_tokens)
-    smallest = _padded((NUM_READERS + 1) * sizes.largest_expert_bytes)
-    report.expert_bytes = sizes.expert_bytes
-    report.fast_bytes = max(smallest, _padded(int(report.share * sizes.expert_bytes)))
-    report.budget_bytes = sizes.other_bytes + report.fast_bytes
-    report.limit_bytes = int(1.1 * report.budget_bytes) + sizes.cache_bytes + sizes.activation_bytes + _SPARE_BYTES
+    budgets = budgets_of(sizes, report.share)
+    report.expert_bytes, report.fast_bytes = sizes.expert_bytes, budgets.fast
+    report.budget_bytes, report.limit_bytes = budgets.model, budgets.limit
     bar = progress.add_task("measuring the disk, loading", total=2 + len(arms) * (report.rounds + 2))
     # Before and after: the load from other processes varies.
     before = _speeds(checkpoint, sizes)
@@ -157,7 +142,7 @@ def _measure(report: OffloadReport, directory: Path, arms: Sequence[ArmName], pr
                 arm=arm.value,
                 directory=str(directory),
                 fast_bytes=report.fast_bytes,
-                smallest_bytes=smallest,
+                smallest_bytes=budgets.smallest,
                 policy=report.policy,
                 limit_bytes=0 if arm is ArmName.RESIDENT else report.limit_bytes,
             )
@@ -185,11 +170,6 @@ def _speeds(checkpoint: Checkpoint, sizes: ModelSizes) -> tuple[float, float, fl
     disk, experts = measured_disk(checkpoint, sizes.largest_expert_bytes)
     step_s = step_seconds(meta_model(checkpoint.config, sizes.dtype), device=torch.device("cpu"))
     return disk, experts, step_s
-
-
-def _padded(num_bytes: int) -> int:
-    # Expert buffers are padded to whole cache lines and pages.
-    return int(num_bytes * 1.002)
 
 
 def _round(running: dict[ArmName, ArmProcess], index: int, prompt: list[int], new_tokens: int) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from recipes.benchmarks.arms import frozen, generate
-from recipes.benchmarks.memory_group import MemoryGroup
+from recipes.benchmarks.measure import own
+from recipes.benchmarks.memory_group import MemoryGroup, join
 from recipes.benchmarks.offload.figures import ArmName
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.outline import meta_model
@@ -49,6 +50,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Memory limit of the process, without the libraries; 0: no limit."""
     group: str = ""
     """Control group with the limit, page cache included; empty: only private memory is limited."""
+    dtype: str | None = None
+    """Type that offloaded arms compute in. None: the checkpoint's."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +145,7 @@ def load_arm(
     smallest_bytes: int,
     policy: str,
     has_bounded_cache: bool,
+    dtype: str | None = None,
 ) -> Iterator[LoadedArm]:
     """Loads the model in one of the ways; ``has_bounded_cache`` if the memory limit includes the page cache.
 
@@ -153,7 +157,7 @@ def load_arm(
         with TemporaryDirectory(prefix=".accelerate-", dir=directory.parent) as folder:
             model = _load_all(directory, {"device_map": _experts_on_disk(directory), "offload_folder": folder})
             files = [*directory.glob("*.safetensors"), *(path for path in Path(folder).rglob("*") if path.is_file())]
-            yield LoadedArm(frozen(model), (lambda: None) if has_bounded_cache else (lambda: _drop_page_cache(files)))
+            yield LoadedArm(frozen(model), (lambda: None) if has_bounded_cache else (lambda: drop_page_cache(files)))
     else:
         keeps = arm in (ArmName.FULL, ArmName.NO_GUESSES)
         config = OffloadConfig(
@@ -161,7 +165,7 @@ def load_arm(
             prefetch=arm is ArmName.FULL,
             policy=policy if keeps else "counting",
         )
-        model = load_offloaded(directory, config, device="cpu")
+        model = load_offloaded(directory, config, dtype=dtype, device="cpu")
         if arm is ArmName.NAIVE:
             _read_every_expert(model)
         yield LoadedArm(frozen(model), lambda: None)
@@ -206,7 +210,7 @@ def _place(module: nn.Module, name: str, places: dict[str, str]) -> None:
             _place(inner, f"{prefix}{inner_name}", places)
 
 
-def _drop_page_cache(files: list[Path]) -> None:
+def drop_page_cache(files: list[Path]) -> None:
     """Makes the next read of the files come from disk, as under a limit without room for their pages."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
@@ -222,9 +226,9 @@ def main() -> None:
     """Runs an arm: reads a job, then decodes until the end of the input."""
     job = next(jobs(Job))
     arm, directory = ArmName(job.arm), Path(job.directory)
-    resident = _own("status", "VmRSS")
+    resident = own("status", "VmRSS")
     _limit_memory(job, arm)
-    started, written = time.perf_counter(), _own("io", "write_bytes")
+    started, written = time.perf_counter(), own("io", "write_bytes")
     with ExitStack() as stack:
         # Progress bars of several processes would overwrite each other.
         with contextlib.redirect_stderr(io.StringIO()):
@@ -235,20 +239,20 @@ def main() -> None:
                 smallest_bytes=job.smallest_bytes,
                 policy=job.policy,
                 has_bounded_cache=bool(job.group),
+                dtype=job.dtype,
             )
             loaded = stack.enter_context(arm_loading)
         load_s = time.perf_counter() - started
-        answer(Ready(load_s=load_s, written_bytes=_own("io", "write_bytes") - written))
+        answer(Ready(load_s=load_s, written_bytes=own("io", "write_bytes") - written))
         for prompt, new_tokens in jobs(tuple[list[int], int]):
             answer(_decode(loaded, torch.tensor([prompt]), new_tokens, resident))
 
 
 def _limit_memory(job: Job, arm: ArmName) -> None:
     if job.group:
-        # Memory of the libraries, allocated so far, stays charged to the original group.
-        (Path(job.group) / "cgroup.procs").write_text("0")
+        join(Path(job.group))  # without the libraries, which are in memory by now
     elif job.limit_bytes and arm.is_ours:
-        limit = _own("status", "VmData") + job.limit_bytes
+        limit = own("status", "VmData") + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
@@ -269,7 +273,7 @@ def _decode(loaded: LoadedArm, prompt: Tensor, new_tokens: int, resident: int) -
         nonlocal paused_s
         stats = getattr(loaded.model, "offload_stats", None)
         taken = _Note(
-            time.perf_counter(), time.process_time(), _own("io", "read_bytes"), None if stats is None else stats()
+            time.perf_counter(), time.process_time(), own("io", "read_bytes"), None if stats is None else stats()
         )
         loaded.before_token()
         # Decoding does not include the pause between tokens.
@@ -283,7 +287,7 @@ def _decode(loaded: LoadedArm, prompt: Tensor, new_tokens: int, resident: int) -
         seconds_per_token=(last.at - first.at - paused_s) / steps,
         cpu_s=(last.cpu_s - first.cpu_s) / steps,
         read_bytes=(last.read_bytes - first.read_bytes) / steps,
-        peak_bytes=_own("status", "VmHWM") - resident,
+        peak_bytes=own("status", "VmHWM") - resident,
         **_experts(first.stats, last.stats, steps),
     )
 
@@ -299,13 +303,3 @@ def _experts(first: OffloadStats | None, last: OffloadStats | None, steps: int) 
         "recall": (last.guesses_used - first.guesses_used) / guessed if guessed else None,
         "stall_s": (last.stall_s - first.stall_s) / steps,
     }
-
-
-def _own(file: str, field: str) -> int:
-    """Returns a byte count that the kernel keeps for this process, such as ``VmHWM`` in ``status``."""
-    for line in Path("/proc/self", file).read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            number, *unit = value.split()
-            return int(number) * (1024 if unit else 1)
-    return 0

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.merging.base import Planned
 from swarm_plugins.merging.llama_cpp.architectures import architecture_of, frequency_factors, hyperparameters
 from swarm_plugins.merging.llama_cpp.library import gguf_py
 from swarm_plugins.merging.llama_cpp.tensors import plan_tensors
@@ -38,7 +43,7 @@ def write_gguf(model: MergedModel, out: Path, kind: GgufType) -> None:
         CheckpointError: If the base cannot be read, or a number is beyond the type's range.
         OSError: If it cannot be written; nothing is left behind.
     """
-    gguf, config = gguf_py(), model.checkpoint.config
+    config = model.checkpoint.config
     architecture = architecture_of(config)
     if model.is_untied and not architecture.has_own_head:
         raise UnsupportedError(
@@ -46,20 +51,48 @@ def write_gguf(model: MergedModel, out: Path, kind: GgufType) -> None:
             "one matrix for both: merge into a folder instead"
         )
     is_shared = config.tie_word_embeddings and not model.is_untied
-    tensors = [(name, one) for name, one in model.tensors.items() if not (is_shared and name == _HEAD)]
+    tensors = {name: one for name, one in model.tensors.items() if not (is_shared and name == _HEAD)}
+    name = f"{model.checkpoint.version.name} with {Path(model.adapter.label).name}"
+    write_tensors(model.checkpoint, tensors, model.read, out, kind, name=name)
+
+
+def write_tensors(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Planned],
+    read: Callable[[str], Tensor],
+    out: Path,
+    kind: GgufType,
+    *,
+    name: str,
+) -> None:
+    """Writes tensors of a checkpoint, changed or not, as a GGUF file.
+
+    Args:
+        checkpoint: Where config and tokenizer come from.
+        tensors: The tensors, by their names in the checkpoint.
+        read: Returns one of them.
+        out: The file, which must not exist.
+        kind: Type of its weights.
+        name: What the file calls the model.
+
+    Raises:
+        As `write_gguf`.
+    """
+    gguf, config = gguf_py(), checkpoint.config
+    architecture = architecture_of(config)
     entries = [
-        Entry(one.name, one.shape, one.kind, functools.partial(one.made_of, model.read))
-        for one in plan_tensors(tensors, config, architecture, kind)
+        Entry(one.name, one.shape, one.kind, functools.partial(one.made_of, read))
+        for one in plan_tensors(tensors.items(), config, architecture, kind)
     ]
     if (factors := frequency_factors(config)) is not None:
         entries.insert(0, Entry("rope_freqs.weight", tuple(factors.shape), "F32", lambda: factors))
     num_bytes = sum(entry.num_bytes for entry in entries) + _HEADER_BYTES
     with new_place(out, num_bytes) as path, open_writer(path, architecture.name) as writer:
         writer.add_type(gguf.GGUFType.MODEL)
-        writer.add_name(f"{model.checkpoint.version.name} with {Path(model.adapter.label).name}")
+        writer.add_name(name)
         values = hyperparameters(config, architecture)
         add_fields(writer, {f"{architecture.name}.{key}": value for key, value in values.items()})
         writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        add_tokenizer(writer, model.checkpoint, config.vocab_size)
+        add_tokenizer(writer, checkpoint, config.vocab_size)
         write_entries(writer, entries)

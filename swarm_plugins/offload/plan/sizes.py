@@ -104,16 +104,22 @@ class ModelSizes:
         return sum(layer.experts_per_token * layer.expert_bytes for layer in self.layers)
 
 
-def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelSizes:
+def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048, dtype: torch.dtype | None = None) -> ModelSizes:
     """Returns the sizes of a model, its cache at some length included, from its config and file headers.
+
+    Args:
+        checkpoint: The model.
+        context_tokens: Length of the cache.
+        dtype: Type to compute in. None: the one that `load_offloaded` would take by itself.
 
     Raises:
         CheckpointError: If no model can be made of the config, or the headers belong to another model.
         UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
     """
     store = open_quantized(checkpoint)
-    is_plain = store is None and Published.of(checkpoint) is None
-    moe = MoeCheckpoint.inspect(checkpoint, store, dtype=stored_dtype(checkpoint) if is_plain else None)
+    if dtype is None and store is None and Published.of(checkpoint) is None:
+        dtype = stored_dtype(checkpoint)
+    moe = MoeCheckpoint.inspect(checkpoint, store, dtype=dtype)
     _check_shapes(moe)
     model, dtype = moe.outline, moe.dtype
     model.eval()

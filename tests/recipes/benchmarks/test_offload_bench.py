@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from recipes.benchmarks.offload.budgets import parse_share
 from recipes.benchmarks.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals
 from recipes.benchmarks.offload.plot import draw_expert_use, recorded_use, shown_layers
-from recipes.benchmarks.offload.run import bench_offload, parse_share
+from recipes.benchmarks.offload.run import bench_offload
 from recipes.benchmarks.offload.worker import load_arm
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds
