@@ -59,6 +59,17 @@ def pieces(blocks: range, tied: Collection[int]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], blocks.stop], strict=True)]
 
 
+def longest_run(blocks: range, wanted: Collection[int], tied: Collection[int]) -> range:
+    """Returns the longest range of some blocks that are all wanted, and run apart from the others; may be empty."""
+    longest, start = range(0), blocks.start
+    for piece in pieces(blocks, tied):
+        if not all(block in wanted for block in piece):
+            start = piece.stop
+        elif piece.stop - start > len(longest):
+            longest = range(start, piece.stop)
+    return longest
+
+
 def nearest_border(block: int, tied: Collection[int]) -> int:
     """Returns the nearest block before which a model may be cut; at a tie the first."""
     first = last = block

@@ -256,6 +256,8 @@ async def _ask(
         # A server that still loads announces itself but serves nothing yet, which is not a fault.
         if answer.num_blocks != announced.num_blocks:
             raise ProtocolError(f"it announced a model of {announced.num_blocks} blocks, and says {answer.num_blocks}")
+        # Of a server that serves this version as well, the blocks of this version.
+        answer = answer.of(announced.version) or answer
     except TransportError as exc:
         return ServerStatus(peer, announced, is_reachable=False, reason=one_line(exc))
     except TimeoutError:

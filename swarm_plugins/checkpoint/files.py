@@ -48,6 +48,9 @@ class CheckpointFiles(Protocol):
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
         """Returns the first bytes of a file (fewer if it is shorter) and its size, if known."""
 
+    def digest(self, file: str) -> str | None:
+        """Returns the SHA-256 of a file, if it is known without reading the file."""
+
     def to_fetch(self, file: str, ranges: Iterable[tuple[int, int]]) -> int:
         """Returns how many bytes of these ranges have to come over the network."""
 
@@ -94,6 +97,10 @@ class LocalFiles:
                 return stream.read(num_bytes), path.stat().st_size
         except OSError as exc:
             raise CheckpointError(f"{path} cannot be read ({exc.strerror})") from exc
+
+    def digest(self, file: str) -> str | None:
+        """Returns None: no file has been read."""
+        return None
 
     def to_fetch(self, file: str, ranges: Iterable[tuple[int, int]]) -> int:
         """Returns 0: all of them are here."""

@@ -13,7 +13,7 @@ one model differ; two files that differ in one damaged sector may not. It guards
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -37,7 +37,7 @@ def fingerprint(directory: Path, tensors: Mapping[str, TensorInfo]) -> str:
     Raises:
         CheckpointError: If a file cannot be read.
     """
-    return tensors_fingerprint(directory, tensors, config=_config(directory))
+    return tensors_fingerprint(directory, tensors, config=config_content(directory / "config.json"))
 
 
 def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo], *, config: bytes = b"") -> str:
@@ -61,13 +61,17 @@ def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo], *, c
     return digest.hexdigest()
 
 
-def _config(directory: Path) -> bytes:
-    path = directory / "config.json"
+def config_content(path: Path, *, without: Collection[str] = ()) -> bytes:
+    """Returns a config without keys that a mere re-save changes, and ``without`` some more.
+
+    Raises:
+        CheckpointError: If it is not a JSON object.
+    """
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except (msgspec.MsgspecError, OSError, RecursionError, UnicodeDecodeError) as exc:
         raise CheckpointError(f"{path} cannot be read as a JSON object ({exc})") from exc
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE and key not in without}
     return msgspec.json.encode(kept, order="deterministic")
 
 

@@ -145,6 +145,23 @@ class HubFiles:
             self._ranges.save_head(file, bytes(data), size)
         return bytes(data), size
 
+    def digest(self, file: str) -> str | None:
+        """Returns the SHA-256 by which the Hub stores a large file; None if it cannot be asked."""
+        return self._digests.get(file)
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, str]:
+        api = HfApi(endpoint=self._endpoint, token=self._token)
+        name, commit = self.version.name, self.version.revision
+        try:
+            with translated_hub_errors(f"list the files of {self.label}"):
+                info = api.model_info(name, revision=commit, files_metadata=True, timeout=_ANSWER_S)
+        except HubError as exc:
+            log.debug("the digests of files are not known: %s", exc)
+            return {}
+        files = ((sibling.rfilename, sibling.lfs) for sibling in info.siblings or ())
+        return {file: lfs.sha256 for file, lfs in files if lfs is not None}
+
     def to_fetch(self, file: str, ranges: Iterable[tuple[int, int]]) -> int:
         """Returns how many bytes of these ranges are in no cache."""
         if self._cached_path(file) is not None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.checkpoint.fingerprint import tensors_fingerprint
+from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
@@ -244,6 +245,13 @@ def client_tensors(checkpoint: Checkpoint, layer_path: str) -> list[str]:
     return [name for name in checkpoint.tensors if name not in places]
 
 
+def stored_block(checkpoint: Checkpoint, layer_path: str, block: int) -> dict[str, TensorInfo]:
+    """Returns the tensors of a block by where they belong in it, such as ``mlp.gate.weight``; see `block_tensors`."""
+    places = places_in_blocks(checkpoint, layer_path)
+    names = block_tensors(checkpoint, layer_path, range(block, block + 1))
+    return {places[name].partition(".")[2]: checkpoint.tensors[name] for name in names}
+
+
 def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ...]:
     """Returns the identity of each block of a directory: 40 hexadecimal digits, from a sample of its tensors' bytes.
 
@@ -255,14 +263,9 @@ def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ..
     directory = checkpoint.directory
     if directory is None:
         return ()
-    places = places_in_blocks(checkpoint, layer_path)
-    found = []
-    for block in range(_num_blocks(checkpoint)):
-        names = block_tensors(checkpoint, layer_path, range(block, block + 1))
-        # Without prefix and index: equal blocks have equal fingerprints, wherever they stand.
-        inside = {places[name].partition(".")[2]: checkpoint.tensors[name] for name in names}
-        found.append(tensors_fingerprint(directory, inside))
-    return tuple(found)
+    blocks = range(_num_blocks(checkpoint))
+    # Without prefix and index: equal blocks have equal fingerprints, wherever they stand.
+    return tuple(tensors_fingerprint(directory, stored_block(checkpoint, layer_path, block)) for block in blocks)
 
 
 def _num_blocks(checkpoint: Checkpoint) -> int:

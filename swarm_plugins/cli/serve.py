@@ -27,7 +27,7 @@ _OWN_SYNTAX = ("model", "blocks", "part", "experts", "remote_experts", "adapters
 _WORDS = OFFLOAD_WORDS | words_of(ServeConfig, without=_OWN_SYNTAX) | {"remote_experts": "--experts remote"}
 _MODEL, _NETWORK, _LOGS = "Model and blocks", "Network", "Logs and metrics"
 _PANELS = {
-    _MODEL: ("revision", "num_blocks", "slice"),
+    _MODEL: ("revision", "also_versions", "num_blocks", "slice"),
     "How weights are kept": ("device", "dtype", "quantization", "kernel", "offload"),
     _NETWORK: tuple(field.name for field in dataclasses.fields(NodeConfig)),
     "Memory": (

@@ -114,7 +114,11 @@ async def _free_unused(hosted: dict[str, _Hosted], local: LocalRoutes, book: Pee
         await asyncio.sleep(_LOOK_S)
         versions = {one.served.service.version for one in hosted.values()}
         servers = [record for record in book.records().values() if record.info is not None]
-        others = (one.ran_at for one in servers if one.info is not None and one.info.version in versions)
+        others = (
+            one.ran_at
+            for one in servers
+            if one.info is not None and any(one.info.of(version) is not None for version in versions)
+        )
         latest = max(others, default=-math.inf)
         for one in list(hosted.values()):
             one.used_at = max(one.used_at, book[one.peer].ran_at)

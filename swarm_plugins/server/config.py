@@ -10,6 +10,7 @@ from swarm_plugins.borders import NO_TIES, check_borders, nearest_border, pieces
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.limits import MAX_ALSO
 from swarm_plugins.weights.names import KERNELS, QUANTIZATIONS, check_kv_bits
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,6 +32,10 @@ class ServeConfig(NodeConfig):
 
     revision: str | None = None
     """Branch, tag or commit on the Hub. None: ``main``."""
+
+    also_versions: tuple[str, ...] = ()
+    """Other versions of the model: revisions on the Hub, ``REPO@REVISION`` or directories. Blocks that are the same
+    there are served to their users too. Branches are looked at again every ten minutes."""
 
     blocks: range | None = None
     """The span. None: chosen, see ``num_blocks``."""
@@ -208,6 +213,8 @@ class ServeConfig(NodeConfig):
             yield f"num_blocks {self.num_blocks}"
 
     def _check_numbers(self) -> None:
+        if len(self.also_versions) > MAX_ALSO:
+            raise ConfigError(f"also_versions has {len(self.also_versions)} entries, at most {MAX_ALSO}: give fewer")
         for name in ("request_bytes", "run_bytes"):
             value = getattr(self, name)
             if value is not None and value < MIN_REQUEST_BYTES:

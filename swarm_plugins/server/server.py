@@ -28,6 +28,7 @@ from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.elsewhere import ExpertsElsewhere, FetchExperts
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
+from swarm_plugins.server.other_versions import OtherVersions
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.table import operator_handlers, service_handlers
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
@@ -101,6 +102,7 @@ class SwarmServer:
         self._spans: HostedSpans | None = None
         self._held: HeldExperts | None = None
         self._share: ExpertsElsewhere | None = None
+        self._others: OtherVersions | None = None
         self._chores: list[asyncio.Task[None]] = []
         self.asked_to_end = asyncio.Event()
         """Set once its operator has asked it to drain and to end."""
@@ -183,6 +185,8 @@ class SwarmServer:
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
         await in_thread(lambda: self._check_family(checkpoint))
         weights = await in_thread(lambda: hosted_weights(checkpoint, config))
+        if config.also_versions:
+            self._others = OtherVersions(config, checkpoint, weights.version)
         num_blocks = num_blocks_of(checkpoint.config)
         named = config.span_of(num_blocks, tied_blocks(checkpoint.config))
         self._presence = Presence(SwarmNode(config.node(), ledger=self._ledger), every_s=config.announce_every_s)
@@ -246,6 +250,10 @@ class SwarmServer:
     async def _go_online(self, service: Service | ExpertsService) -> None:
         presence = self._joined()
         service.describe(max_batch_tokens=set_budgets(service, self.config))
+        if self._others is not None:
+            others, info = self._others, service.info()
+            service.unchanged = await in_thread(lambda: others.look(range(info.start, info.end)))
+            self._chores.append(kept_going(others.keep_up(service), "compare blocks with other versions"))
         service.scheduler.start()
         self._chores.append(kept_going(sweep(service), "drop expired graphs"))
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from swarm_plugins.blocks.runner import SpanSpec
+from swarm_plugins.borders import NO_TIES, longest_run
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.server import limits
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.draining import Draining
+from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
@@ -58,11 +61,32 @@ class _Serving:
     """What the requests of each peer hold."""
     counts: ServiceCounts = field(default_factory=ServiceCounts)
     draining: Draining = field(default_factory=Draining)
+    unchanged: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """Blocks of other versions of the model that are the same as those of this one, by version."""
 
     @property
     def version(self) -> str:
-        """Model version; requests must name it."""
+        """Model version; requests must name it, or one that the blocks have not changed in."""
         return self.announced.version
+
+    @property
+    def tied(self) -> Collection[int]:
+        """Blocks that only run on the server of the block before."""
+        return NO_TIES
+
+    def check_version(self, version: str, blocks: range) -> None:
+        """Refuses blocks of a model version whose weights are not here.
+
+        Raises:
+            RequestError: ``wrong_version``, which makes clients look up the swarm again.
+        """
+        if version == self.version or set(blocks).issubset(self.unchanged.get(version, ())):
+            return
+        raise RequestError(
+            "wrong_version",
+            f"this server serves {self.version}, the request is for blocks {blocks.start}:{blocks.stop} of "
+            f"{version[:200]!r}: ask a server of that version",
+        )
 
     @property
     def points(self) -> Points:
@@ -72,7 +96,13 @@ class _Serving:
     def info(self) -> ServerInfo:
         """Returns what the server announces now."""
         load, served = round(self.scheduler.load, 3), self.counts.tokens.total()
-        return self.draining.shown(msgspec.structs.replace(self.announced, load=load, served_tokens=served))
+        changes = {"load": load, "served_tokens": served, "also": self._also()}
+        return self.draining.shown(msgspec.structs.replace(self.announced, **changes))
+
+    def _also(self) -> tuple[tuple[str, int, int], ...]:
+        served = range(self.announced.start, self.announced.end)
+        runs = ((version, longest_run(served, same, self.tied)) for version, same in self.unchanged.items())
+        return tuple((version, run.start, run.stop) for version, run in runs if run)
 
     def describe(self, **changes: object) -> ServerInfo:
         """Changes what is announced."""
@@ -109,6 +139,11 @@ class Service(_Serving):
     def num_blocks(self) -> int:
         """Blocks of the whole model."""
         return self.announced.num_blocks
+
+    @property
+    def tied(self) -> Collection[int]:
+        """Blocks that only run on the server of the block before."""
+        return self.spec.tied
 
     @property
     def spec(self) -> SpanSpec:

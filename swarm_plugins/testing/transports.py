@@ -186,8 +186,9 @@ class LocalTransport:
         for peer in list(self._handlers_by_peer):
             if peer in self._killed or "rpc_info" not in self._handlers_by_peer[peer]:
                 continue
-            info = await self._info_of(peer)
-            if info is not None and info.version == version and info.num_blocks == num_blocks:
+            said = await self._info_of(peer)
+            info = None if said is None else said.of(version)
+            if info is not None and info.num_blocks == num_blocks:
                 found[peer] = info
         return found
 

@@ -97,7 +97,8 @@ class SwarmDHT:
         self._leaving = contextlib.AsyncExitStack()
         self._dht: DHTNode
         self._neighbors: Neighbors
-        self._version: str | None = None
+        self._versions: frozenset[str] = frozenset()
+        """What is announced now: the server's own version and others whose blocks it has."""
         self._expirations: dict[str, float] = {}
 
     async def start(self) -> None:
@@ -201,23 +202,23 @@ class SwarmDHT:
         # Also where some are still known: after a partition each part knows itself.
         await self._call_lost()
         model = ModelRecord(version=info.version, model=info.model, num_blocks=info.num_blocks)
+        seen = {version: info.of(version) for version in (info.version, *(other for other, _, _ in info.also))}
         wanted: dict[str, Record] = {
-            own_server_key(info.version, peer): ServerRecord(info=info),
-            own_model_key(peer): model,
+            own_server_key(version, peer): ServerRecord(info=one) for version, one in seen.items() if one is not None
         }
-        if self._version not in (None, info.version):
-            wanted |= self._gone()
+        wanted |= {own_model_key(peer): model} | self._gone(self._versions - seen.keys())
         await self._store(wanted, ttl_s)
         await self._note_addresses()
-        self._version = info.version
+        self._versions = frozenset(seen)
 
     async def retract(self) -> None:
         """Announces that this node has stopped serving. Idempotent."""
-        if self._version is None:
+        if not self._versions:
             return
         nothing = ModelRecord(version="", model="", num_blocks=0)
-        await self._store(self._gone() | {own_model_key(self._daemon.peer_id): nothing}, _TOMBSTONE_S)
-        self._version = None
+        gone = self._gone(self._versions)
+        await self._store(gone | {own_model_key(self._daemon.peer_id): nothing}, _TOMBSTONE_S)
+        self._versions = frozenset()
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version, by peer id; see `Directory`."""
@@ -252,9 +253,8 @@ class SwarmDHT:
         found = await self._find_trusted([run_key(run.hex())])
         return [peer for peer, record in found if isinstance(record, RunRecord)]
 
-    def _gone(self) -> dict[str, Record]:
-        version = self._version or ""
-        return {own_server_key(version, self._daemon.peer_id): GoneRecord(version=version)}
+    def _gone(self, versions: Iterable[str]) -> dict[str, Record]:
+        return {own_server_key(version, self._daemon.peer_id): GoneRecord(version=version) for version in versions}
 
     async def _there(self, work: Coroutine[Any, Any, _T], what: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> _T:
         """Runs a coroutine in the DHT's thread, within ``timeout_s`` and as long as the daemon lives."""

@@ -21,6 +21,8 @@ MAX_STREAMS = 512
 """Most open streams of all peers; each takes one of the (often 1,024) open files of a process."""
 MAX_PEER_STREAM_SHARE = 0.25
 """Share of the streams that one peer may hold; less when others hold many, so that some are always left."""
+MAX_ALSO = 4
+"""Most other versions of its model that a server may serve; each takes a record in the DHT."""
 FIRST_MESSAGE_TIMEOUT_S = 20.0
 """Longest silence of a new stream before it is closed, and time that any message may take to arrive."""
 MIN_RECEIVE_BYTES_PER_S = 16_384.0

@@ -30,6 +30,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from swarm_plugins.errors import ConfigError, ProtocolError
 from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
+from swarm_plugins.transport.limits import MAX_ALSO
 from swarm_plugins.transport.server_info import ServerInfo
 
 MAX_RECORD_BYTES = 4096
@@ -203,9 +204,24 @@ def check_server_info(info: ServerInfo) -> None:
             f"{info.kv_row_bytes} a row"
         )
     _check_experts(info)
-    names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters, *info.codecs)
+    others = [other for other, _, _ in info.also]
+    spans_fit = all(info.start <= start < end <= info.end for _, start, end in info.also)
+    if len(others) > MAX_ALSO or len({info.version, *others}) <= len(others) or not spans_fit:
+        raise ProtocolError(
+            f"server claims other versions {info.also[: MAX_ALSO + 1]} of its blocks [{info.start}, {info.end})"
+        )
+    names = (
+        info.version,
+        info.model,
+        info.software,
+        info.dtype,
+        info.quantization,
+        *info.adapters,
+        *info.codecs,
+        *others,
+    )
     # They are shown to people: no line breaks, no terminal sequences.
-    if not info.version or any(len(name) > _MAX_NAME_CHARS or not name.isprintable() for name in names):
+    if not all((info.version, *others)) or any(len(name) > _MAX_NAME_CHARS or not name.isprintable() for name in names):
         raise ProtocolError(f"server claims names that are empty, not printable or above {_MAX_NAME_CHARS} characters")
     if len(info.codecs) > _MAX_CODECS:
         raise ProtocolError(f"server claims {len(info.codecs)} codecs, the limit is {_MAX_CODECS}")

@@ -90,6 +90,34 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     """Codecs that it knows; ``none`` and ``float16``, which all servers know, need not be named."""
     round_trips: tuple[tuple[str, float], ...] = ()
     """Seconds to some servers of neighboring blocks and back, by peer id, as the server measured."""
+    also: tuple[tuple[str, int, int], ...] = ()
+    """``(version, start, end)``: other versions of the model whose blocks ``[start, end)`` are the ones served here."""
+
+    def of(self, version: str) -> ServerInfo | None:
+        """Returns what the server is to users of a model version: its blocks that this version has; None if none."""
+        if version == self.version:
+            return self
+        span = next(((start, end) for other, start, end in self.also if other == version), None)
+        if span is None:
+            return None
+        start, end = span
+        needs = (
+            (max(first, start), min(last, end), *experts)
+            for first, last, *experts in self.needs
+            if first < end and last > start
+        )
+        return msgspec.structs.replace(
+            self,
+            version=version,
+            start=start,
+            end=end,
+            also=(),
+            # Loaded for the server's own version, and so is where it moves to.
+            adapters=(),
+            target=None,
+            leaving=None,
+            needs=tuple(needs),
+        )
 
 
 MAX_ECHO_BYTES = 1 << 18

@@ -170,13 +170,13 @@ class ServerView(ABC):
         """Asks a server what it serves, which overrides its announcement, and measures the round trip."""
         started = time.perf_counter()
         try:
-            info = await self.peers.info(peer)
-            check_server_info(info)
+            said = await self.peers.info(peer)
+            check_server_info(said)
         except SwarmError as exc:
             self.ban(peer, exc)
             return False
         try:
-            self._check(info)
+            info = self._checked(said)
         except ProtocolError as exc:
             # Perhaps it serves another model now: no reason for that model's users to leave it out.
             self._misfits[peer] = None
@@ -188,7 +188,7 @@ class ServerView(ABC):
         self._has_answers = True
         round_trips = possible_round_trips(info)
         # Without what no client reads of it, and which may be long.
-        known = msgspec.structs.replace(info, round_trips=tuple(round_trips.items()), adapters=())
+        known = msgspec.structs.replace(said, round_trips=tuple(round_trips.items()), adapters=())
         self.peers.book.observe(peer, Said(known))
         if info.state != "online":
             return False
@@ -211,13 +211,16 @@ class ServerView(ABC):
     def infos(self) -> dict[str, ServerInfo]:
         """What servers of this version have said of themselves; other threads may read it."""
         records = self.peers.book.records()
-        infos = {peer: record.info for peer, record in records.items() if record.info is not None}
-        return {peer: info for peer, info in infos.items() if info.version == self.version.key and self.is_of_use(info)}
+        infos = {peer: self._seen(record.info) for peer, record in records.items()}
+        return {peer: info for peer, info in infos.items() if info is not None and self.is_of_use(info)}
 
     def said(self, peer: str) -> ServerInfo | None:
         """Returns what a server has said of itself; None: nothing yet, or that it serves another version."""
-        info = self.peers.book[peer].info
-        return info if info is not None and info.version == self.version.key else None
+        return self._seen(self.peers.book[peer].info)
+
+    def _seen(self, said: ServerInfo | None) -> ServerInfo | None:
+        """Returns what a server is to users of this version."""
+        return None if said is None else said.of(self.version.key)
 
     def _remembered(self) -> dict[str, ServerInfo]:
         """Returns the servers that were online when they answered, not long ago."""
@@ -227,15 +230,17 @@ class ServerView(ABC):
             peer: info for peer, info in self.infos.items() if book[peer].said_at > earliest and info.state == "online"
         }
 
-    def _check(self, info: ServerInfo) -> None:
-        if info.version != self.version.key:
-            raise ProtocolError(f"it announced version {self.version} but serves {info.version} ({info.model})")
+    def _checked(self, said: ServerInfo) -> ServerInfo:
+        info = said.of(self.version.key)
+        if info is None:
+            raise ProtocolError(f"it announced version {self.version} but serves {said.version} ({said.model})")
         if info.num_blocks != self.num_blocks:
             raise ProtocolError(
                 f"it claims blocks {info.start}:{info.end} of {info.num_blocks}, the model has {self.num_blocks} blocks"
             )
         if not self.is_of_use(info):
             raise ProtocolError(f"it announced another share of blocks {info.start}:{info.end} than it serves")
+        return info
 
     # -- failures -----------------------------------------------------------------------------------------------------
 

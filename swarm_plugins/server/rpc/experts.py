@@ -82,12 +82,7 @@ def _checked_spans(service: ExpertsService, request: ExpertsRequest) -> dict[int
 
 def _check_place(service: ExpertsService, request: ExpertsRequest) -> None:
     held = service.held
-    if request.version != service.version:
-        raise RequestError(
-            "wrong_version",
-            f"this server serves {service.version}, the request is for {request.version[:200]!r}: ask a server of that "
-            "version",
-        )
+    service.check_version(request.version, range(request.block, request.block + 1))
     if request.block not in held.blocks or request.slice != held.part:
         part = "" if held.part is None else f", slice {held.part[0]}/{held.part[1]}"
         raise RequestError(

@@ -66,7 +66,7 @@ async def opening_handler(service: Service, channel: Channel) -> None:
             )
         service.counts.tokens["check"] += inputs.num_tokens
         states.extend(found)
-        commitment, _ = await signed(service, request, Commitment(hashes=hashes))
+        commitment, _ = await signed(service, forward.version, request, Commitment(hashes=hashes))
         return commitment, "none"
 
     with service.ledger.charge(peer) as kept:

@@ -17,15 +17,18 @@ _INLINE_BYTES = 256 << 10
 """Larger messages are hashed outside of the event loop."""
 
 
-async def signed(service: Service, request: Asked, answer: Signable, history: bytes = b"") -> tuple[Signable, bytes]:
+async def signed(
+    service: Service, version: str, request: Asked, answer: Signable, history: bytes = b""
+) -> tuple[Signable, bytes]:
     """Returns an answer, with a receipt if the request asks for one, and the session's history after it.
 
-    ``history`` is the session's history before the step. Without a receipt there is none after it.
+    ``version`` is the one asked for. ``history`` is the session's history before the step. Without a receipt there is
+    none after it.
     """
     if not request.nonce or service.identity is None:
         return answer, b""
     info = service.info()
-    signer = Signer(service.identity, service.version, info.dtype, info.quantization)
+    signer = Signer(service.identity, version, info.dtype, info.quantization)
     given = request.forward.hidden if isinstance(request, CommitRequest) else getattr(request, input_name(request))
     return await hashing(given.nbytes, functools.partial(signer.sign, request, answer, history))
 

@@ -103,12 +103,12 @@ async def _taken(inbox: Inbox, sent: Tensor, num_bytes: int, charge: Charge) -> 
 
 
 async def finished(
-    service: Service, asked: Pushable, request: Pushable, answer: A, charge: Charge, history: bytes = b""
+    service: Service, version: str, asked: Pushable, request: Pushable, answer: A, charge: Charge, history: bytes = b""
 ) -> tuple[A, bytes]:
     """Sends an output on, as ``asked``; returns its answer as the client gets it, and the session's history after it.
 
     That says what became of the output on its way to another server, and has the hash of a pushed input and a receipt
-    for the plain ``request``.
+    for the plain ``request`` to blocks of a ``version``.
     """
     to, not_pushed, input_hash = asked.push_to, "", b""
     output = answer.grad_hidden if isinstance(answer, BackwardResponse) else answer.hidden
@@ -120,7 +120,7 @@ async def finished(
         given: Tensor = getattr(request, input_name(request))
         input_hash = await hashing(given.nbytes, functools.partial(tensor_hash, given))
     answer = msgspec.structs.replace(answer, not_pushed=not_pushed, input_hash=input_hash)
-    return await signed(service, request, answer, history)
+    return await signed(service, version, request, answer, history)
 
 
 async def _inbox_of(service: Service, pushed: PushedHidden, sender: str) -> Inbox | None:

@@ -89,7 +89,7 @@ class _Stream:
             cache = await self._new_cache(self._maker(request, blocks, source))
             inbox = Inbox(self._peer, request.push_name, request.push_key)
             begun = None if first_tokens else service.prefixes.begun(self._peer, blocks, request.batch_size)
-            session = Session(self._peer, blocks, cache, inbox, begun=begun, history=history)
+            session = Session(self._peer, request.version, blocks, cache, inbox, begun=begun, history=history)
             # Behind everything of this session that is still in the queue.
             ending.callback(service.scheduler.post, session.close)
             ending.enter_context(service.inboxes.listed(inbox))
@@ -146,7 +146,8 @@ class _Stream:
         answer = SessionStepResponse(**msgspec.structs.asdict(checked_outputs(outputs, request.hidden.dtype)))
         if asked.push_to is not None:
             self._push_only_to(asked.push_to)
-        answer, session.history = await finished(service, asked, request, answer, charge, history)
+        about = service, session.version
+        answer, session.history = await finished(*about, asked, request, answer, charge, history)
         return answer
 
     def _push_only_to(self, to: PushTo | None) -> None:

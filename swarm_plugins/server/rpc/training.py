@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -46,7 +47,7 @@ async def answer_forward(service: Service, asked: ForwardRequest, charge: Charge
     with checked_inputs(service, request, charge) as inputs:
         portions = cut(service, inputs, charge)
         outputs, ticket = await service.scheduler.train(
-            _forward(service, charge.peer, portions, keep=request.keep),
+            _forward(service, _Graphs(service.activations, charge.peer, request.version), portions, keep=request.keep),
             timeout_s=limits.REQUEST_TIMEOUT_S,
             peer=charge.peer,
             load=load_of(portions),
@@ -54,7 +55,7 @@ async def answer_forward(service: Service, asked: ForwardRequest, charge: Charge
     service.counts.tokens["forward"] += inputs.num_tokens
     checked = checked_outputs(outputs, request.hidden.dtype)
     response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
-    response, _ = await finished(service, asked, request, response, charge)
+    response, _ = await finished(service, request.version, asked, request, response, charge)
     return response, request.reply_codec
 
 
@@ -63,11 +64,12 @@ async def answer_backward(service: Service, asked: BackwardRequest, charge: Char
     request = await plain_request(service, asked, charge)
     _check_gradients(service, request)
     dtype = request.grad_hidden.dtype
-    parts: Sequence[KeptForward | Portion] | None = None
-    if request.ticket is not None:
-        parts = service.activations.take(charge.peer, request.ticket)
+    kept = None if request.ticket is None else service.activations.take(charge.peer, request.ticket)
+    parts: Sequence[KeptForward | Portion]
     with contextlib.ExitStack() as stack:
-        if parts is None:
+        if kept is not None:
+            version, parts = kept[0].version, kept
+        else:
             if request.forward is None:
                 service.activations.missed()
                 raise RequestError(
@@ -75,10 +77,10 @@ async def answer_backward(service: Service, asked: BackwardRequest, charge: Char
                     "the graph of this forward is not kept here any more: send the forward request along",
                 )
             inputs = stack.enter_context(checked_inputs(service, request.forward, charge))
-            parts = cut(service, inputs, charge)
+            version, parts = request.forward.version, cut(service, inputs, charge)
         charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
         found = await _backward(service, charge.peer, parts, request)
-    response, _ = await finished(service, asked, request, _gradient_response(found, dtype), charge)
+    response, _ = await finished(service, version, asked, request, _gradient_response(found, dtype), charge)
     return response, request.reply_codec
 
 
@@ -128,12 +130,11 @@ def load_of(parts: Sequence[KeptForward | Portion], times: int = 1) -> Load:
 
 
 def _forward(
-    service: Service, peer: str, portions: Sequence[Portion], *, keep: bool
+    service: Service, graphs: _Graphs, portions: Sequence[Portion], *, keep: bool
 ) -> Parts[tuple[SpanOutputs, str | None]]:
     """Runs a forward on the compute thread; returns its outputs and the ticket of its graphs."""
     # Long rows never have a graph of their own.
     is_kept = keep and all(one.part_tokens is None for one in portions)
-    graphs = _Graphs(service.activations, peer)
     try:
         outputs = yield from run_forward(
             service.runner,
@@ -154,15 +155,18 @@ def _forward(
 class _Graphs:
     """The graphs of a forward's portions, kept under one ticket."""
 
-    def __init__(self, store: ActivationStore[KeptForward], peer: str) -> None:
+    def __init__(self, store: ActivationStore[KeptForward], peer: str, version: str) -> None:
         self.ticket: str | None = None
         self.num_kept = 0
         self._store = store
         self._peer = peer
+        self._version = version
 
     def keep(self, forward: KeptForward, num_bytes: int) -> bool:
         """Keeps one more; False if there is no room for them all, and none is kept then."""
-        self.ticket = self._store.put(self._peer, forward, num_bytes, ticket=self.ticket)
+        self.ticket = self._store.put(
+            self._peer, replace(forward, version=self._version), num_bytes, ticket=self.ticket
+        )
         self.num_kept += self.ticket is not None
         return self.ticket is not None
 

@@ -30,6 +30,8 @@ class KeptForward:
 
     inputs: SpanInputs
     outputs: SpanOutputs
+    version: str = ""
+    """Model version that its client asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ class Session:
     """One generation stream's cache on this server."""
 
     peer: str
+    version: str
+    """Model version that its client asked for."""
     blocks: range
     cache: KVCache
     inbox: Inbox

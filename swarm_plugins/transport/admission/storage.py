@@ -24,7 +24,7 @@ MAX_RECORDS = 20_000
 """Records of all keys; at 4 KiB each they take 80 MB."""
 
 MAX_KEYS_PER_OWNER = 16
-"""DHT keys under which one owner may have records; a server needs two."""
+"""DHT keys under which one owner may have records; a server needs two, and one for each other version of its blocks."""
 
 _RECOUNT_S = 0.1
 

@@ -85,7 +85,8 @@ class StaticPeers:
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         infos = await self._infos()
-        return {peer: info for peer, info in infos.items() if (info.version, info.num_blocks) == (version, num_blocks)}
+        found = {peer: info.of(version) for peer, info in infos.items() if info.num_blocks == num_blocks}
+        return {peer: info for peer, info in found.items() if info is not None}
 
     async def models(self) -> dict[str, ModelInfo]:
         """Returns the model versions of the servers that answer; see `majority`."""
