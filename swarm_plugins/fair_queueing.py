@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from swarm_plugins.recent import Recent
 
@@ -53,8 +53,14 @@ class FairLock:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @contextlib.asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[None]:
-        """Waits for a turn of ``name``, and holds the lock while the ``with`` block runs."""
+    async def turn(self, name: str, shares: Mapping[str, float] | None = None) -> AsyncIterator[None]:
+        """Waits for a turn of ``name``, and holds the lock while the ``with`` block runs.
+
+        Args:
+            name: Who waits.
+            shares: Among whom the time is divided, looked at in the end: what each has had of it. None: all is
+                ``name``'s.
+        """
         if self._free:
             self._free -= 1
         else:
@@ -63,7 +69,9 @@ class FairLock:
         try:
             yield
         finally:
-            self._clocks.advance(name, self._clock() - began)
+            held, parts = self._clock() - began, shares or {name: 1.0}
+            for one, share in parts.items():
+                self._clocks.advance(one, held * share / sum(parts.values()))
             self._pass_on()
 
     async def _wait(self, name: str) -> None:

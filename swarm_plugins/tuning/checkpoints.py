@@ -17,23 +17,19 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from swarm_plugins.callbacks.saving import find_adapter, manifest_of, save_peft
-from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, one_line, printable
+from swarm_plugins.errors import CapacityError, ConfigError, printable
 from swarm_plugins.kept_files import write_whole
+from swarm_plugins.tuning.optimizer_file import save_optimizer
 from swarm_plugins.tuning.tuner import Tuner
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
-_OPTIMIZER_FILE = "optimizer.safetensors"
 _FACTS_FILE = "checkpoint.json"
 _RUN_FILE = "run.json"
 _RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _GIB = 1 << 30
 
 
@@ -184,7 +180,7 @@ class CheckpointStore:
             save_peft(source, part, run.base, with_embeddings=False)
             manifest_of(source, event="save", step=tuner.num_steps, metrics={}).write(part)
             if kind == "weights":
-                _save_optimizer(tuner, part / _OPTIMIZER_FILE)
+                save_optimizer(tuner, part)
             facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
             (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
         return facts
@@ -269,37 +265,3 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rename(Path(parent) / "old")
         part.rename(folder)
-
-
-def _save_optimizer(tuner: Tuner, file: Path) -> None:
-    tensors = {
-        f"{name}.{moment}": tuner.optimizer.state[parameter][moment]
-        for name, parameter in tuner.parameters.items()
-        if parameter in tuner.optimizer.state
-        for moment in _MOMENTS
-    }
-    save_file(tensors, file, metadata={"num_steps": str(tuner.num_steps)})
-
-
-def load_optimizer(tuner: Tuner, folder: Path) -> None:
-    """Gives a tuner the optimizer's state of a checkpoint, to go on as if it had never stopped.
-
-    Raises:
-        CheckpointError: If there is none, or it is another adapter's.
-    """
-    file = folder / _OPTIMIZER_FILE
-    try:
-        with safe_open(file, "pt") as stored:
-            num_steps = int((stored.metadata() or {})["num_steps"])
-            for name, parameter in tuner.parameters.items() if num_steps else ():
-                moments = {moment: stored.get_tensor(f"{name}.{moment}") for moment in _MOMENTS}
-                if any(one.shape != parameter.shape for one in moments.values()):
-                    raise CheckpointError(f"{file.name}: {name} has another shape than the adapter")
-                tuner.optimizer.state[parameter] = {"step": torch.tensor(float(num_steps)), **moments}
-    except (OSError, KeyError, ValueError, SafetensorError) as exc:
-        if isinstance(exc, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"the optimizer's state cannot be read ({one_line(exc)}): load the weights alone, with load_state"
-        ) from exc
-    tuner.num_steps = num_steps

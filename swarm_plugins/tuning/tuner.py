@@ -8,16 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from swarm_plugins.errors import ConfigError, NumericError
-from swarm_plugins.tuning.batches import batches_of
+from swarm_plugins.tuning.computing import Computed, Part, run_pass
 from swarm_plugins.tuning.datums import Datum, LossCall
-from swarm_plugins.tuning.losses import LOSSES, TARGETS
-
-_MAX_LOGITS = 1 << 25
-"""Of a batch: 128 MiB in float32, and twice as much for their softmax and their gradient."""
-_MAX_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -41,16 +35,6 @@ class AdamParams:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"{name} must be 0 or more and below 1; got {value!r}")
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a call has computed for one text."""
-
-    logprobs: Tensor
-    """Of its targets, in their shape, float32."""
-    losses: Tensor
-    """At each position, of the same shape; their sum is the text's loss."""
 
 
 class Tuner:
@@ -83,19 +67,20 @@ class Tuner:
             NumericError: If the loss is NaN or infinite. As with any other error, the next step is refused then.
             SwarmError: If servers are missing or fail.
         """
-        found: dict[int, Computed] = {}
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         try:
-            for batch in batches_of(datums, max(1, min(_MAX_BATCH_TOKENS, _MAX_LOGITS // vocabulary))):
-                with torch.set_grad_enabled(backward):
-                    computed = self._computed([datums[index] for index in batch], call, backward=backward)
-                found.update(zip(batch, computed, strict=True))
+            (found,) = run_pass(self.model, [Part(datums, call)], backward=backward)
+            if isinstance(found, NumericError):
+                raise found
         except Exception as exc:
             if backward:
                 self.fail(str(exc))
             raise
         self._has_gradients |= backward
-        return [found[index] for index in range(len(datums))]
+        return found
+
+    def added(self) -> None:
+        """Notes that a pass with others has added gradients."""
+        self._has_gradients = True
 
     def fail(self, why: str) -> None:
         """Has the next step refused, since gradients are missing."""
@@ -133,31 +118,3 @@ class Tuner:
             return {"grad_norm": float(norm)}
         finally:
             self.optimizer.zero_grad()
-
-    def _computed(self, datums: Sequence[Datum], call: LossCall, *, backward: bool) -> list[Computed]:
-        lengths = [len(datum.tokens) for datum in datums]
-        ids = pad_sequence([datum.tokens for datum in datums], batch_first=True)
-        mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
-        device = self.model.device
-        output = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False)
-        logits = output.logits[:, -ids.shape[1] :]  # virtual tokens of soft prompts come first
-        results = [
-            _lossed(row[:length].float().cpu(), datum, call)
-            for row, length, datum in zip(logits, lengths, datums, strict=True)
-        ]
-        total = torch.stack([one.losses.sum() for one in results]).sum()
-        if not bool(total.isfinite()):
-            raise NumericError(
-                "the loss is NaN or infinite: lower the learning rate, or look at advantages and logprobs"
-            )
-        if backward:
-            total.backward()
-        return [Computed(one.logprobs.detach(), one.losses.detach()) for one in results]
-
-
-def _lossed(logits: Tensor, datum: Datum, call: LossCall) -> Computed:
-    """Computes a loss from the logits ``[N, V]`` of one text."""
-    targets = datum.inputs[TARGETS]
-    # The function that samples are scored by: its rounding over a large vocabulary has a bias of its own.
-    logprobs = logits.log_softmax(dim=1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
-    return Computed(logprobs, LOSSES[call.name].compute(logprobs, datum.inputs, call.settings))

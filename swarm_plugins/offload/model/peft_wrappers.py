@@ -8,11 +8,12 @@ else about the wrapper (which adapters are active, saving, loading) stays PEFT's
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import EXPERT_PARAMETERS, ExpertDelta
@@ -68,22 +69,36 @@ def _take_over(wrapper: Any) -> None:
 class _TakenOver:
     """Mixed in before PEFT's wrapper of a parameter."""
 
+    def forward(self: Any, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Runs the experts; each row of the batch takes the adapter that is named for it, if names are given."""
+        if adapter_names is None:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]  # PEFT's wrapper comes next
+        deltas = [self._delta(name, _of_rows(adapter_names, name)) for name in dict.fromkeys(adapter_names)]
+        with adapted(self.get_base_layer(), [one for one in deltas if one is not None]):
+            return self.base_layer(x, *args, **kwargs)
+
     @contextmanager
     def _activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
-        deltas = [
-            ExpertDelta(
-                self.parameter_name,
-                self.num_experts,
-                self.lora_A[name].weight,
-                self.lora_B[name].weight,
-                self.scaling[name],
-                lambda num_tokens: None,  # all tokens
-            )
-            for name in active_adapters
-            if name in self.lora_A
-        ]
-        with adapted(self.get_base_layer(), deltas):
+        deltas = [self._delta(name, lambda num_tokens: None) for name in active_adapters]  # all tokens
+        with adapted(self.get_base_layer(), [one for one in deltas if one is not None]):
             yield
+
+    def _delta(self: Any, name: str, index: Callable[[int], Tensor | None]) -> ExpertDelta | None:
+        if name not in self.lora_A:
+            return None
+        factors = self.lora_A[name].weight, self.lora_B[name].weight
+        return ExpertDelta(self.parameter_name, self.num_experts, *factors, self.scaling[name], index)
+
+
+def _of_rows(names: Sequence[str], name: str) -> Callable[[int], Tensor]:
+    """Returns a function that returns the tokens of the rows with a name; rows follow each other."""
+
+    def index(num_tokens: int) -> Tensor:
+        rows = torch.tensor([row for row, one in enumerate(names) if one == name])
+        length = num_tokens // len(names)
+        return (rows[:, None] * length + torch.arange(length)).reshape(-1)
+
+    return index
 
 
 @functools.cache

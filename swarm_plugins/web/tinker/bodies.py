@@ -8,6 +8,7 @@ import msgspec
 from fastapi import Request
 
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.tuning.tuner import AdamParams
 from swarm_plugins.web.protocol.errors import ApiError
 
 T = TypeVar("T")
@@ -53,21 +54,11 @@ class OfModel(Body, frozen=True, kw_only=True):
     seq_id: int | None = None
 
 
-class AdamBody(Body, frozen=True, kw_only=True):
-    """Settings of a step."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
 class OptimStep(OfModel, frozen=True, kw_only=True):
     """A step."""
 
-    adam_params: AdamBody | None = None
+    adam_params: dict[str, Any] | None = None
+    """Read in its turn, by `adam_of`: a number that was refused before would leave a gap in the line."""
     optimizer_params: OptimizerBody | None = None
 
 
@@ -166,6 +157,14 @@ class Lifetime(Body, frozen=True, kw_only=True):
     """When a checkpoint goes."""
 
     ttl_seconds: int | None = None
+
+
+def adam_of(given: dict[str, Any] | None) -> AdamParams:
+    """Returns the settings of a step; raises ConfigError if one is none."""
+    try:
+        return msgspec.convert(given or {}, AdamParams)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"adam_params: {one_line(exc)}") from exc
 
 
 def texts_of(metadata: dict[str, Any] | None) -> dict[str, str]:

@@ -9,19 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
+import anyio.to_thread
 
 from swarm_plugins.backbone.twin import twin
 from swarm_plugins.errors import ConfigError, SwarmError, printable
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, saved_adapter
-from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts, load_optimizer
+from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import TextBounds, check_datums
+from swarm_plugins.tuning.joint import Call
+from swarm_plugins.tuning.optimizer_file import load_optimizer
 from swarm_plugins.tuning.snapshots import snapshot
-from swarm_plugins.tuning.tuner import AdamParams, Tuner
+from swarm_plugins.tuning.tuner import Tuner
 from swarm_plugins.web.protocol.errors import ApiError
-from swarm_plugins.web.tinker.bodies import AdamBody, LoraBody, OptimizerBody, SaveWeights, lifetime_of, texts_of
+from swarm_plugins.web.tinker.bodies import LoraBody, OptimizerBody, SaveWeights, adam_of, lifetime_of, texts_of
 from swarm_plugins.web.tinker.line import GapError
+from swarm_plugins.web.tinker.passes import Passes
 from swarm_plugins.web.tinker.sessions import Training
 from swarm_plugins.web.tinker.wire import call_of, computed_message, datums_of
 
@@ -52,6 +55,7 @@ class Trainers:
         # What a swarm computes for one, it computes beside another's.
         self._turns = FairLock(places=_SIDE_BY_SIDE)
         self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="swarm-api-training")
+        self._passes = Passes(base, self._turns, self._threads)
 
     def close(self) -> None:
         """Takes no further work; what is under way ends by itself."""
@@ -89,7 +93,8 @@ class Trainers:
         )
 
     def forget_later(self, facts: RunFacts) -> None:
-        """Has the folder of a run that has no checkpoint deleted, after what is under way."""
+        """Forgets a model, and deletes the folder of its run if that has no checkpoint, after what is under way."""
+        self._passes.forget()
         with contextlib.suppress(RuntimeError):  # at the end of the API
             self._threads.submit(self.store.forget_empty, facts.run)
 
@@ -112,32 +117,33 @@ class Trainers:
     async def compute(self, training: Training, request: Any) -> bytes:
         """Answers a forward_backward, in its turn."""
         async with self._turn(training, request.seq_id):
-            tuner = training.tuner
+            backward = not request.forward_only
 
-            def work() -> bytes:
-                try:
-                    call, datums = call_of(request), datums_of(request)
-                    check_datums(datums, call, self.bounds)
-                except ConfigError as exc:
-                    if not request.forward_only:
-                        tuner.fail(str(exc))
-                    raise
-                answer = computed_message(tuner.compute(datums, call, backward=not request.forward_only))
-                kind = "forward" if request.forward_only else "forward_backward"
-                self.num_tokens[kind] += sum(len(datum.tokens) for datum in datums)
-                return answer
+            def read() -> Call:
+                call, datums = call_of(request), datums_of(request)
+                check_datums(datums, call, self.bounds)
+                return Call(training.tuner, datums, call)
 
-            return await self._run(training.facts.owner, work)
+            try:
+                call = await anyio.to_thread.run_sync(read)
+            except ConfigError as exc:
+                if backward:
+                    training.tuner.fail(str(exc))
+                raise
+            computed = await self._passes.compute(training.facts.owner, call, backward=backward)
+            kind = "forward_backward" if backward else "forward"
+            self.num_tokens[kind] += sum(len(datum.tokens) for datum in call.datums)
+            return await anyio.to_thread.run_sync(computed_message, computed)
 
     async def step(
-        self, training: Training, seq_id: int, settings: AdamBody | None, other: OptimizerBody | None
+        self, training: Training, seq_id: int, settings: dict[str, Any] | None, other: OptimizerBody | None
     ) -> dict[str, Any]:
         """Answers an optim_step, in its turn."""
         async with self._turn(training, seq_id):
             if other is not None:
                 raise ConfigError(f"the optimizer {printable(other.type[:100])!r} is not known here: use AdamParams")
-            params = msgspec.structs.asdict(settings or AdamBody())
-            metrics = await self._run(training.facts.owner, lambda: training.tuner.step(AdamParams(**params)))
+            params = adam_of(settings)
+            metrics = await self._run(training.facts.owner, lambda: training.tuner.step(params))
             self.num_steps += 1
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}
 
@@ -166,6 +172,7 @@ class Trainers:
         """Answers a load_weights into a model that is there, in its turn."""
         async with self._turn(training, seq_id):
             training.tuner = await self.load(training.facts, path, with_optimizer=with_optimizer)
+            self._passes.forget()
 
     async def sampler(self, path: str | None, owner: str) -> Any:
         """Returns the model of a checkpoint, or the base, to sample from."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import ConfigError, printable
+from swarm_plugins.tuning.computing import Computed
 from swarm_plugins.tuning.datums import Datum, LossCall
-from swarm_plugins.tuning.tuner import Computed
 from swarm_plugins.web.tinker.messages import message, parsed
 
 MAX_FIELDS = 1 << 16

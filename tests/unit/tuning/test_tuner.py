@@ -17,8 +17,9 @@ from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
 from swarm_plugins.testing import save_tiny
 from swarm_plugins.tuning.adapters import new_lora
-from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts, load_optimizer
+from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
+from swarm_plugins.tuning.optimizer_file import load_optimizer
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 
@@ -104,7 +105,7 @@ def test_long_batches_are_cut(base: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = tuner.compute(datums, CROSS_ENTROPY, backward=True)
     gradients = [parameter.grad.clone() for parameter in tuner.parameters.values() if parameter.grad is not None]
     tuner.optimizer.zero_grad()
-    monkeypatch.setattr("swarm_plugins.tuning.tuner._MAX_BATCH_TOKENS", 12)
+    monkeypatch.setattr("swarm_plugins.tuning.computing._MAX_BATCH_TOKENS", 12)
     parts = tuner.compute(datums, CROSS_ENTROPY, backward=True)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,114 @@
+"""Losses and gradients of texts in padded batches; several models' texts can be in one, each by its own adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from swarm_plugins.errors import NumericError
+from swarm_plugins.tuning.batches import batches_of
+from swarm_plugins.tuning.datums import Datum, LossCall
+from swarm_plugins.tuning.losses import LOSSES, TARGETS
+
+_MAX_LOGITS = 1 << 25
+"""Of a batch: 128 MiB in float32, and twice as much for their softmax and their gradient."""
+_MAX_BATCH_TOKENS = 2048
+_NOT_FINITE = "the loss is NaN or infinite: lower the learning rate, or look at advantages and logprobs"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a call has computed for one text."""
+
+    logprobs: Tensor
+    """Of its targets, in their shape, float32."""
+    losses: Tensor
+    """At each position, of the same shape; their sum is the text's loss."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The texts of one call in a pass."""
+
+    datums: Sequence[Datum]
+    call: LossCall
+    adapter: str = ""
+    """Which adapter of the model its rows take; empty: the one that is active."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its texts."""
+        return sum(len(one.tokens) for one in self.datums)
+
+
+def run_pass(model: Any, parts: Sequence[Part], *, backward: bool) -> list[list[Computed] | NumericError]:
+    """Computes the losses of several calls, their texts of like lengths in one batch.
+
+    Args:
+        model: In eval mode.
+        parts: The calls; all of them name an adapter, or there is one.
+        backward: Whether gradients are added to the adapters' tensors.
+
+    Returns:
+        For each call what was computed for each text; an error if its loss is NaN or infinite. Then it has added
+        no gradients of the batches where it is, and the others have theirs.
+    """
+    texts = [(number, datum) for number, part in enumerate(parts) for datum in part.datums]
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    limit = max(1, min(_MAX_BATCH_TOKENS, _MAX_LOGITS // vocabulary))
+    found: dict[int, Computed] = {}
+    failed: set[int] = set()
+    for batch in batches_of([datum for _, datum in texts], limit):
+        rows = [(parts[texts[index][0]], texts[index][1]) for index in batch]
+        with torch.set_grad_enabled(backward):
+            computed = _computed(model, rows)
+            totals = _totals(zip([texts[index][0] for index in batch], computed, strict=True))
+        failed |= {number for number, total in totals.items() if not bool(total.isfinite())}
+        sound = [total for number, total in totals.items() if number not in failed]
+        if backward and sound:
+            torch.stack(sound).sum().backward()
+        for index, one in zip(batch, computed, strict=True):
+            found[index] = Computed(one.logprobs.detach(), one.losses.detach())
+    results: list[list[Computed] | NumericError] = []
+    for number in range(len(parts)):
+        own = [found[index] for index, (owner, _) in enumerate(texts) if owner == number]
+        results.append(NumericError(_NOT_FINITE) if number in failed else own)
+    return results
+
+
+def _totals(computed: Iterable[tuple[int, Computed]]) -> dict[int, Tensor]:
+    """Returns the sum of the losses of each call."""
+    of_call: dict[int, list[Tensor]] = {}
+    for number, one in computed:
+        of_call.setdefault(number, []).append(one.losses.sum())
+    return {number: torch.stack(losses).sum() for number, losses in of_call.items()}
+
+
+def _computed(model: Any, rows: Sequence[tuple[Part, Datum]]) -> list[Computed]:
+    datums = [datum for _, datum in rows]
+    lengths = [len(datum.tokens) for datum in datums]
+    ids = pad_sequence([datum.tokens for datum in datums], batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+    names = [part.adapter for part, _ in rows]
+    by_row = {"adapter_names": names} if any(names) else {}
+    output = model(
+        input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device), use_cache=False, **by_row
+    )
+    logits = output.logits[:, -ids.shape[1] :]  # virtual tokens of soft prompts come first
+    return [
+        _lossed(row[:length].float().cpu(), datum, part.call)
+        for row, length, (part, datum) in zip(logits, lengths, rows, strict=True)
+    ]
+
+
+def _lossed(logits: Tensor, datum: Datum, call: LossCall) -> Computed:
+    """Computes a loss from the logits ``[N, V]`` of one text."""
+    targets = datum.inputs[TARGETS]
+    # The function that samples are scored by: its rounding over a large vocabulary has a bias of its own.
+    logprobs = logits.log_softmax(dim=1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
+    return Computed(logprobs, LOSSES[call.name].compute(logprobs, datum.inputs, call.settings))
