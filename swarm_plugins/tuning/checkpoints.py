@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from swarm_plugins.callbacks.saving import find_adapter, manifest_of, save_peft
+from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, save_peft
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, one_line, printable
 from swarm_plugins.kept_files import write_whole
 from swarm_plugins.tuning.tuner import Tuner
@@ -181,7 +181,7 @@ class CheckpointStore:
         )
         with _whole_folder(folder) as part:
             source = find_adapter(tuner.model)
-            save_peft(source, part, run.base, with_embeddings=False)
+            save_peft(source, part, _base_name(source, run), with_embeddings=False)
             manifest_of(source, event="save", step=tuner.num_steps, metrics={}).write(part)
             if kind == "weights":
                 _save_optimizer(tuner, part / _OPTIMIZER_FILE)
@@ -208,7 +208,7 @@ class CheckpointStore:
     def update(self, facts: CheckpointFacts, *, public: bool, expires: float | None) -> None:
         """Changes who may load a checkpoint, and when it goes."""
         changed = msgspec.structs.replace(facts, public=public, expires=expires)
-        write_whole(self._folder(facts.run) / facts.kind / facts.name / _FACTS_FILE, msgspec.json.encode(changed))
+        write_whole(self.folder(facts) / _FACTS_FILE, msgspec.json.encode(changed))
 
     def delete(self, facts: CheckpointFacts) -> None:
         """Deletes a checkpoint."""
@@ -221,6 +221,10 @@ class CheckpointStore:
         """Deletes what is kept of a run, unless it has checkpoints."""
         if not self.checkpoints(run):
             shutil.rmtree(self._folder(run), ignore_errors=True)
+
+    def folder(self, facts: CheckpointFacts) -> Path:
+        """Returns the folder of a checkpoint: an ordinary one of PEFT."""
+        return self._folder(facts.run) / facts.kind / facts.name
 
     def _folder(self, run: str) -> Path:
         if not _RUN.fullmatch(run):
@@ -256,6 +260,11 @@ class CheckpointStore:
                 f"your checkpoints take {used / _GIB:.1f} GiB of the {self._max_bytes / _GIB:.1f} GiB that they may: "
                 "delete some, or save with ttl_seconds"
             )
+
+
+def _base_name(source: AdapterSource, run: RunFacts) -> str:
+    """Returns what a checkpoint calls its base: its id on the Hub, whatever its name in requests."""
+    return run.base if source.base is None or source.base.is_local else source.base.name
 
 
 @contextlib.contextmanager
