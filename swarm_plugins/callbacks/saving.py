@@ -134,6 +134,8 @@ def save_peft(source: AdapterSource, folder: Path, base_model: str | None, *, wi
         for path in (folder / source.name).iterdir():
             path.replace(folder / path.name)
         (folder / source.name).rmdir()
+    # PEFT's template; the card is written when the adapter is published.
+    (folder / CARD_FILE).unlink(missing_ok=True)
     path = folder / CONFIG_FILE
     config = json.loads(path.read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = base_model

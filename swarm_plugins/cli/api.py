@@ -15,6 +15,7 @@ from swarm_plugins.cli.support.joining import client_node, client_options, swarm
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.cli.support.prepared import Prepare, find_function
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.hub.names import check_repo_id
 from swarm_plugins.model_names import check_model_name
 from swarm_plugins.noise import quiet_command
 from swarm_plugins.offload.text import OFFLOAD_WORDS, parse_offload
@@ -74,6 +75,12 @@ def api(
         Path | None,
         typer.Option(metavar="DIR", help="With --train: folder for runs and checkpoints.", file_okay=False),
     ] = None,
+    push_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="USER/NAME", help="With --train: repository that gets the checkpoints that clients publish."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
     quiet_command()
@@ -83,7 +90,7 @@ def api(
         check_model_name(model)
         keys = (*(api_key or ()), *_keys(api_key_file))
         settings = ApiSettings(api_keys=keys, **parsed(ApiSettings, given))
-        _check_training(train, state_dir, keys)
+        _check_training(train, state_dir, push_to, keys)
         from swarm_plugins.web.serving import is_loopback, listen, serve_app
 
         # Before what takes minutes.
@@ -101,7 +108,13 @@ def api(
         from swarm_plugins.web.app import create_app
 
         app = create_app(
-            loaded.model, loaded.tokenizer, name=name, adapters=adapter or (), settings=settings, state_dir=state_dir
+            loaded.model,
+            loaded.tokenizer,
+            name=name,
+            adapters=adapter or (),
+            settings=settings,
+            state_dir=state_dir,
+            push_to=push_to,
         )
 
         def on_ready(url: str) -> None:
@@ -111,9 +124,13 @@ def api(
         serve_app(app, host, port, on_ready, listener=listener)
 
 
-def _check_training(train: bool, state_dir: Path | None, keys: tuple[str, ...]) -> None:
+def _check_training(train: bool, state_dir: Path | None, push_to: str | None, keys: tuple[str, ...]) -> None:
     if train != (state_dir is not None):
         raise ConfigError("--train and --state-dir go together: give both to let clients train, or neither")
+    if push_to is not None:
+        if not train:
+            raise ConfigError("--push-to publishes what clients train: give --train and --state-dir, too")
+        check_repo_id(push_to)
     if train and any(not key.startswith(_TRAINING_KEY) for key in keys):
         raise ConfigError(f"with --train, keys begin with {_TRAINING_KEY!r}: Tinker's clients refuse others")
 

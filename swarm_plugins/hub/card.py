@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -42,6 +43,20 @@ def card_text(facts: AdapterFacts, manifest: Manifest) -> str:
     metadata = {"library_name": "peft", "pipeline_tag": facts.pipeline_tag, "tags": _tags(facts, manifest), **base}
     results = _results(manifest.metrics, facts.pipeline_tag, facts.dataset)
     return _card(name, results, metadata, _body(facts, manifest, name))
+
+
+def card_of_folder(folder: Path, repo_id: str) -> str | None:
+    """Returns the card of an adapter that was saved without one; None if its folder has no ``swarm.json``.
+
+    Raises:
+        CheckpointError: If ``swarm.json`` cannot be understood.
+    """
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        return None
+    base = manifest.base
+    name = None if base is None or base.is_local else base.name
+    return card_text(AdapterFacts(repo_id=repo_id, base_model=name), manifest)
 
 
 def student_card_text(

@@ -21,6 +21,7 @@ import msgspec
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 from swarm_plugins.errors import CapacityError, CheckpointError, HubError
+from swarm_plugins.hub.card import card_of_folder
 from swarm_plugins.hub.download import Refs, read_file
 from swarm_plugins.hub.folder import CARD_FILE, PushTarget, files_to_push
 from swarm_plugins.hub.names import next_tag
@@ -155,7 +156,7 @@ def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what
 
 def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
     main = Refs.of(api.list_repo_refs(repo_id)).branches.get("main")
-    card = _card_with_results(api, folder, repo_id, main)
+    card = _changed_card(api, folder, repo_id, main)
     with ExitStack() as stack, without_http_advice():
         # The operations can be used once only, so they are made for each try.
         additions = [
@@ -170,18 +171,19 @@ def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
     return str(info.oid)
 
 
-def _card_with_results(api: HfApi, folder: Path, repo_id: str, main: str | None) -> str | None:
-    """Returns the new version's card with the results of the versions before; None if there are no results."""
+def _changed_card(api: HfApi, folder: Path, repo_id: str, main: str | None) -> str | None:
+    """Returns the new version's card if it is not the folder's own file: it was saved without one, or has results."""
     path = folder / CARD_FILE
-    if main is None or not path.is_file():
-        return None
+    made = None if path.is_file() else card_of_folder(folder, repo_id)
+    if main is None or (made is None and not path.is_file()):
+        return made
     try:
         records = parse_results(read_file(api, repo_id, RESULTS_FILE, main) or b"", f"{RESULTS_FILE} of {repo_id}")
-        card = path.read_text(encoding="utf-8")
-        return with_results(card, records, repo_id=repo_id, url=api.endpoint) if records else None
+        card = path.read_text(encoding="utf-8") if made is None else made
+        return with_results(card, records, repo_id=repo_id, url=api.endpoint) if records else made
     except (CheckpointError, CapacityError, UnicodeDecodeError) as exc:
         log.warning("the card of %s is published without results: %s", repo_id, exc)
-        return None
+        return made
 
 
 def _content(stack: ExitStack, path: Path, endpoint: str) -> Path | BinaryIO:

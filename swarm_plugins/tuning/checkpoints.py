@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from swarm_plugins.callbacks.saving import find_adapter, manifest_of, save_peft
+from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, save_peft
 from swarm_plugins.errors import CapacityError, ConfigError, printable
 from swarm_plugins.kept_files import write_whole
 from swarm_plugins.tuning.optimizer_file import save_optimizer
@@ -177,7 +177,7 @@ class CheckpointStore:
         )
         with _whole_folder(folder) as part:
             source = find_adapter(tuner.model)
-            save_peft(source, part, run.base, with_embeddings=False)
+            save_peft(source, part, _base_name(source, run), with_embeddings=False)
             manifest_of(source, event="save", step=tuner.num_steps, metrics={}).write(part)
             if kind == "weights":
                 save_optimizer(tuner, part)
@@ -204,7 +204,7 @@ class CheckpointStore:
     def update(self, facts: CheckpointFacts, *, public: bool, expires: float | None) -> None:
         """Changes who may load a checkpoint, and when it goes."""
         changed = msgspec.structs.replace(facts, public=public, expires=expires)
-        write_whole(self._folder(facts.run) / facts.kind / facts.name / _FACTS_FILE, msgspec.json.encode(changed))
+        write_whole(self.folder(facts) / _FACTS_FILE, msgspec.json.encode(changed))
 
     def delete(self, facts: CheckpointFacts) -> None:
         """Deletes a checkpoint."""
@@ -217,6 +217,10 @@ class CheckpointStore:
         """Deletes what is kept of a run, unless it has checkpoints."""
         if not self.checkpoints(run):
             shutil.rmtree(self._folder(run), ignore_errors=True)
+
+    def folder(self, facts: CheckpointFacts) -> Path:
+        """Returns the folder of a checkpoint: an ordinary one of PEFT."""
+        return self._folder(facts.run) / facts.kind / facts.name
 
     def _folder(self, run: str) -> Path:
         if not _RUN.fullmatch(run):
@@ -252,6 +256,11 @@ class CheckpointStore:
                 f"your checkpoints take {used / _GIB:.1f} GiB of the {self._max_bytes / _GIB:.1f} GiB that they may: "
                 "delete some, or save with ttl_seconds"
             )
+
+
+def _base_name(source: AdapterSource, run: RunFacts) -> str:
+    """Returns what a checkpoint calls its base: its id on the Hub, whatever its name in requests."""
+    return run.base if source.base is None or source.base.is_local else source.base.name
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.responses import responses_router
 from swarm_plugins.web.settings import ApiSettings
 from swarm_plugins.web.swarm_state import source_of, state_router
+from swarm_plugins.web.tinker.publishing import HubPublisher
 from swarm_plugins.web.tinker.routes import tinker_router
 from swarm_plugins.web.tinker.service import TinkerService
 
@@ -44,6 +45,7 @@ def create_app(
     settings: ApiSettings | None = None,
     endpoint: str | None = None,
     state_dir: str | Path | None = None,
+    push_to: str | None = None,
 ) -> FastAPI:
     """Returns an app for any ASGI server: ``uvicorn.run(create_app(model, tokenizer))``.
 
@@ -57,6 +59,7 @@ def create_app(
         settings: Keys and bounds. None: no keys, default bounds.
         endpoint: The Hub's address for adapters. None: ``HF_ENDPOINT``.
         state_dir: Folder for runs and checkpoints: clients of Tinker's protocol may train adapters. None: they may not.
+        push_to: Repository on the Hub that gets a version of each checkpoint that a client publishes.
 
     Raises:
         ConfigError: If an adapter was made for another version of the model.
@@ -74,7 +77,8 @@ def create_app(
         models.add(adapter)
     engine = Engine(models, tokenizer, settings)
     prompts = Prompts(engine)
-    training = None if state_dir is None else TinkerService(engine, Path(state_dir), prompts.context)
+    publisher = None if push_to is None else HubPublisher(push_to, endpoint)
+    training = None if state_dir is None else TinkerService(engine, Path(state_dir), prompts.context, publisher)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -20,6 +20,7 @@ from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, R
 from swarm_plugins.web.access import FILES, tenant_of
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker import bodies
+from swarm_plugins.web.tinker.publishing import HubPublisher, version_of
 
 T = TypeVar("T")
 _LINK_S = 900
@@ -56,7 +57,7 @@ class Links:
         return path
 
 
-def listing_router(store: CheckpointStore) -> APIRouter:
+def listing_router(store: CheckpointStore, publisher: HubPublisher | None) -> APIRouter:
     """Returns the routes. Those that are no coroutines run in threads: they read folders."""
     router, links = APIRouter(), Links()
 
@@ -73,13 +74,13 @@ def listing_router(store: CheckpointStore) -> APIRouter:
     @router.get("/training_runs/{run}/checkpoints")
     def checkpoints(request: Request, run: str) -> dict[str, Any]:
         _known(lambda: store.run(run, tenant_of(request)))
-        return {"checkpoints": list(map(_checkpoint, store.checkpoints(run)))}
+        return {"checkpoints": [_checkpoint(one, store) for one in store.checkpoints(run)]}
 
     @router.get("/checkpoints")
     def all_checkpoints(request: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
         found = [one for run in store.runs(tenant_of(request)) for one in store.checkpoints(run.run)]
         shown, cursor = _page(sorted(found, key=lambda one: -one.saved), limit, offset)
-        return {"checkpoints": list(map(_checkpoint, shown)), "cursor": cursor}
+        return {"checkpoints": [_checkpoint(one, store) for one in shown], "cursor": cursor}
 
     @router.post("/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def listing_router(store: CheckpointStore) -> APIRouter:
 
         return _known(find)
 
-    _add_changes(router, store, own)
+    _add_changes(router, store, publisher, own)
 
     @router.get(_PLACE + "/external_weights_urls")
     def urls(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
@@ -123,7 +124,10 @@ def listing_router(store: CheckpointStore) -> APIRouter:
 
 
 def _add_changes(
-    router: APIRouter, store: CheckpointStore, own: Callable[[Request, str, str, str], tuple[CheckpointFacts, Path]]
+    router: APIRouter,
+    store: CheckpointStore,
+    publisher: HubPublisher | None,
+    own: Callable[[Request, str, str, str], tuple[CheckpointFacts, Path]],
 ) -> None:
     @router.delete(_PLACE)
     def delete(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
@@ -143,8 +147,10 @@ def _add_changes(
 
     @router.post(_PLACE + "/publish")
     def publish(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
-        facts, _ = own(request, run, kind, name)
+        facts, folder = own(request, run, kind, name)
         store.update(facts, public=True, expires=facts.expires)
+        if publisher is not None:
+            publisher.publish(folder)
         return {}
 
     @router.delete(_PLACE + "/publish")
@@ -170,7 +176,7 @@ def _run(facts: RunFacts, store: CheckpointStore) -> dict[str, Any]:
     saved = store.checkpoints(facts.run)
 
     def last(kind: str) -> dict[str, Any] | None:
-        return next((_checkpoint(one) for one in saved if one.kind == kind), None)
+        return next((_checkpoint(one, store) for one in saved if one.kind == kind), None)
 
     return {
         "training_run_id": facts.run,
@@ -185,7 +191,9 @@ def _run(facts: RunFacts, store: CheckpointStore) -> dict[str, Any]:
     }
 
 
-def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
+def _checkpoint(facts: CheckpointFacts, store: CheckpointStore) -> dict[str, Any]:
+    version = version_of(store.folder(facts))
+    notes = facts.metadata if version is None else {**facts.metadata, "hub": version}
     return {
         "checkpoint_id": f"{facts.kind}/{facts.name}",
         "checkpoint_type": _TYPES[facts.kind],
@@ -193,7 +201,7 @@ def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
         "tinker_path": facts.path,
         "size_bytes": facts.num_bytes,
         "public": facts.public,
-        "user_metadata": facts.metadata or None,
+        "user_metadata": notes or None,
         "expires_at": None if facts.expires is None else _date(facts.expires),
     }
 

@@ -31,7 +31,7 @@ def tinker_router(service: TinkerService) -> APIRouter:
     router = APIRouter(prefix=PREFIX)
     for add in (_add_sessions, _add_models, _add_steps, _add_weights, _add_samplers):
         add(router, service)
-    router.include_router(listing_router(service.store))
+    router.include_router(listing_router(service.store, service.publisher))
     return router
 
 

@@ -13,6 +13,7 @@ from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample, texts_of
 from swarm_plugins.web.tinker.futures import Answer, Futures
 from swarm_plugins.web.tinker.groups import Groups
+from swarm_plugins.web.tinker.publishing import HubPublisher
 from swarm_plugins.web.tinker.samples import drawn, generation_of, response_of
 from swarm_plugins.web.tinker.sessions import Sampler, Session, Sessions, Training
 from swarm_plugins.web.tinker.trainers import Trainers, lora_shape
@@ -25,14 +26,16 @@ class TinkerService:
         engine: Draws the samples.
         state_dir: Keeps runs and checkpoints.
         context: Most tokens of a text.
+        publisher: Publishes the checkpoints that are made public. None: other keys may load them, and that is all.
     """
 
-    def __init__(self, engine: Engine, state_dir: Path, context: int) -> None:
+    def __init__(self, engine: Engine, state_dir: Path, context: int, publisher: HubPublisher | None = None) -> None:
         self.tokenizer_id = str(engine.tokenizer.name_or_path)
         models = engine.models
         self.engine = engine
         self.bounds = TextBounds(context, models.vocabulary)
         self.store = CheckpointStore(state_dir)
+        self.publisher = publisher
         self.trainers = Trainers(models.base, models.name, self.store, self.bounds)
         self.futures = Futures()
         self.sessions = Sessions(self._drop)
@@ -42,6 +45,8 @@ class TinkerService:
         """Ends all sessions; checkpoints stay."""
         self.futures.close()
         self.trainers.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
     async def create(self, session: Session, body: CreateModel) -> Answer:
         """Answers a create_model."""
