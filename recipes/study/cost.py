@@ -1,4 +1,4 @@
-"""Cost of trained models at equal held-out loss: parameters, decode latency, throughput (paper sections 4.3, 5.5)."""
+"""Cost of trained models at equal held-out loss: parameters, latency, throughput (paper sections 4.1.4, 4.2, 5.5)."""
 
 from __future__ import annotations
 
