@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarm_plugins.tuning.computing import Computed
 from swarm_plugins.tuning.datums import Datum
-from swarm_plugins.tuning.tuner import Computed
 
 REWARD = "reward"
 """A text's input with one number, or several to be averaged: it is only noted."""

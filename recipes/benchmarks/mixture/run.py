@@ -70,7 +70,8 @@ class Mixture:
             write_model(self.directory, gguf, "Q4_0")
             report.notes.append(
                 f"{self.new_tokens} tokens after {PROMPT_TOKENS}; experts and other linear layers in {BITS} bits, "
-                f"computed in {self.dtype}; llama.cpp's file, Q4_0, has {format_bytes(gguf.stat().st_size)}; one thread a side"
+                f"computed in {self.dtype}; llama.cpp's file, Q4_0, has {format_bytes(gguf.stat().st_size)}; "
+                "one thread a side"
             )
             self._all_in_memory(report, store, gguf, progress)
             self._limited(report, store, gguf, share, progress)
