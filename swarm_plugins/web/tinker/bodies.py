@@ -163,7 +163,7 @@ def adam_of(given: dict[str, Any] | None) -> AdamParams:
     """Returns the settings of a step; raises ConfigError if one is none."""
     try:
         return msgspec.convert(given or {}, AdamParams)
-    except msgspec.ValidationError as exc:
+    except msgspec.MsgspecError as exc:
         raise ConfigError(f"adam_params: {one_line(exc)}") from exc
 
 
