@@ -163,7 +163,7 @@ def model_sizes(
 
 def _saved_bytes(moe: MoeCheckpoint, linears: Sequence[Held], device: torch.device) -> int:
     """Returns how much less packed linear layers take than plain ones."""
-    wide = sum(one.count * math.prod(one.form.shape) for one in linears) * moe.dtype.itemsize
+    wide = sum(one.copies * math.prod(one.form.shape) for one in linears) * moe.dtype.itemsize
     return wide - sum(one.num_bytes(device) for one in linears)
 
 
@@ -174,7 +174,7 @@ def _published_sizes(
         return None
     picked = {layer.layer: layer.experts_per_token for layer in layers}
     used = [(one, picked[layer]) for layer, some in moe.packed.items() for one in some.values()]
-    used += [(one.form, one.count) for one in linears]
+    used += [(one.form, one.copies) for one in linears]
     if not used:
         return None
     return PublishedSizes(

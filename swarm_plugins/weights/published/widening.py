@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from swarm_plugins.checkpoint.gguf.header import PLAIN_TYPES
 from swarm_plugins.sizes import format_bytes
 from swarm_plugins.weights.choice import kernel_for
 from swarm_plugins.weights.kernels.widening import WideningKernel
@@ -70,12 +71,13 @@ class Held(NamedTuple):
     """Of the file."""
     form: StoredFormat
     """What products are formed with."""
-    count: int
+    copies: int
+    """How many weights of that form: the experts', or one."""
     is_repacked: bool
 
     def num_bytes(self, device: torch.device) -> int:
         """Returns what they take on a device."""
-        return self.count * sum(part.num_bytes for part in kernel_for(self.form, device).computed)
+        return self.copies * sum(part.num_bytes for part in kernel_for(self.form, device).computed)
 
 
 def held_weights(
@@ -110,7 +112,7 @@ def widening_of(
     repacked = [weight for one in held if one.is_repacked for weight in one.weights]
     published = placing.published
     infos = published.checkpoint.tensors
-    kinds = sorted({kind for name in placing.taken if (kind := infos[name].packing) is not None})
+    kinds = sorted({kind for name in placing.taken if (kind := infos[name].packing) and kind not in PLAIN_TYPES})
     return Widening(
         format=f"{published.name} ({', '.join(kinds)})" if kinds else published.name,
         dtype=str(dtype).removeprefix("torch."),

@@ -41,7 +41,7 @@ def sizes(**changes: Any) -> ModelSizes:
 def test_products_with_packed_weights_take_the_place_of_those_with_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     repacked, kept = NibblesFormat((10, 32), 32), GgmlFormat((10, 256), "Q4_K")
     products = (PackedProducts(repacked, 3 * 320), PackedProducts(kept, 2 * 2560))
-    seconds = {NibblesFormat: 0.5, GgmlFormat: 7.0, PlainFormat: 1.0}
+    seconds: dict[type, float] = {NibblesFormat: 0.5, GgmlFormat: 7.0, PlainFormat: 1.0}
     monkeypatch.setattr(plan, "product_seconds", lambda stored, *_: seconds[type(stored)])
     # Three products with the first and two with the second, instead of five plain ones.
     for step_s, expected in ((20.0, 20.0 - 5 + 1.5 + 14), (2.0, 1.5 + 14)):
