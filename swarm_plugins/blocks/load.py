@@ -126,7 +126,8 @@ def load_span(
         check_budget(moe, formats_of(moe, offload, where), offload, where)
         moe.store.fetch()
         if moe.placing is not None:
-            log.info("offloaded experts: %s", widening_of(experts_only(moe.placing), wanted, keeps_experts=True))
+            told = widening_of(experts_only(moe.placing), wanted, keeps_experts=True, device=where)
+            log.info("offloaded experts: %s", told)
     elif elsewhere is not None:
         moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
         moe.check_has_experts(blocks)
@@ -224,7 +225,9 @@ class _BlockLoader:
         if self.published is not None:
             placing = place(self.published, self.outline, {name: self._spelled(name) for name in names})
             names = plain_names(placing, names)
-            log.info("blocks %d:%d: %s", blocks.start, blocks.stop, widening_of(placing, self.dtype))
+            log.info(
+                "blocks %d:%d: %s", blocks.start, blocks.stop, widening_of(placing, self.dtype, device=self.device)
+            )
         tensors, name = self._read(names, blocks, progress), self.checkpoint.name
         biases = {} if placing is None else self._take_biases(placing, tensors)
         try:

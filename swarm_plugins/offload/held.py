@@ -174,6 +174,9 @@ def load_held_experts(
         for layer, path in moe.paths.items()
     }
     hidden_size = int(moe.config.get_text_config(decoder=True).hidden_size)
+    widening = None
+    if moe.placing is not None:
+        widening = widening_of(experts_only(moe.placing), moe.dtype, keeps_experts=True, device=device)
     return HeldExperts(
         layers=layers,
         experts=experts,
@@ -182,7 +185,7 @@ def load_held_experts(
         dtype=moe.dtype,
         device=device,
         hidden_size=hidden_size,
-        widening=None if moe.placing is None else widening_of(experts_only(moe.placing), moe.dtype, keeps_experts=True),
+        widening=widening,
     )
 
 

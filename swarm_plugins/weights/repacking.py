@@ -3,7 +3,8 @@
 Servers that compute in 16 bits do that. Codes stay as they are; products round activations to 16 bits or take them in
 bfloat16, and scales of groups become bfloat16, so that a weight errs by no more than if it were widened to that. What
 would lose more stays as it is published: FP8 and FP4, whose levels are not evenly apart; GGUF's types with minima or
-more than one scale (``K``, ``_1``); zero points and act-order. In float32 only the order of bytes changes.
+more than one scale (``K``, ``_1``); zero points and act-order. In float32, and of GGUF's ``MXFP4``, only the order of
+bytes changes: they are widened in less time.
 """
 
 from __future__ import annotations

@@ -114,9 +114,16 @@ def test_offloaded_experts_give_the_numbers_of_the_widened_model(kind: str, tmp_
     torch.testing.assert_close(*(lora_gradients(model) for model in (few, local)), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["mixtral-fp8", "qwen3moe-Q4_K"])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("mixtral-fp8", "fp8"),
+        ("qwen3moe-Q4_K", r"gguf \(Q4_K\)"),
+        pytest.param("gpt-oss-MXFP4", r"gguf \((MXFP4, )?Q8_0\)", marks=pytest.mark.slow),
+    ],
+)
 def test_servers_that_read_packed_experts_on_demand_give_the_numbers_of_the_widened_model(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     directory, twin = SAVERS[kind](tmp_path)
@@ -126,7 +133,6 @@ def test_servers_that_read_packed_experts_on_demand_give_the_numbers_of_the_wide
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
         check_gradients(remote, local, IDS, **CLOSE)
         torch.testing.assert_close(lora_gradients(remote), lora_gradients(local), **CLOSE)
-    stored = "fp8" if kind == "mixtral-fp8" else r"gguf \(Q4_K\)"
     assert re.search(rf"offloaded experts: packed weights stay {stored}; each product widens", caplog.text)
     assert re.search(rf"blocks 0:2: packed weights stay {stored}; each product widens", caplog.text)
 

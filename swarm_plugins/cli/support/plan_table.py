@@ -46,7 +46,7 @@ def print_plan(console: Console, planned: Planned) -> None:
 
 
 def _widened(sizes: ModelSizes) -> str:
-    return "" if sizes.published is None else ", and the time to widen packed ones"
+    return "" if sizes.published is None else ", packed ones in the form that they are given in memory"
 
 
 def _print_line(console: Console, text: str) -> None:

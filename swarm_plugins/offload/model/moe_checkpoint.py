@@ -216,7 +216,7 @@ class MoeCheckpoint:
         tensors = self.checkpoint.read(plain_names(placing, self.others), what="all but the experts")
         biases: dict[str, Tensor] = {}
         if placing is not None:
-            log.info("%s: %s", self.checkpoint.name, widening_of(placing, self.dtype))
+            log.info("%s: %s", self.checkpoint.name, widening_of(placing, self.dtype, device=device))
             biases = placing.take_biases(tensors)
             tensors.update(placing.widened_others(self.dtype))
         model = model_from_tensors(self.model_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -34,7 +33,8 @@ from swarm_plugins.weights.stored import StoredFormat
 _POOL_BYTES = 64 << 20
 _MOST_COPIES = 64
 _MOST_STEPS = 100
-_WIDENINGS = 5
+_LEAST_PRODUCTS = 5
+_PRODUCTS_S = 0.05
 _NUM_READERS = OffloadConfig().num_readers
 _LINK_BYTES = 64 << 20
 _Pool: TypeAlias = Callable[[torch.Size, torch.dtype], Tensor]
@@ -144,12 +144,24 @@ def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float
     return statistics.median(times)
 
 
-def widening_rate(stored: StoredFormat, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns how many weights of a format are widened in a second."""
-    parts = {part.name: torch.zeros(part.shape, dtype=part.dtype, device=device) for part in stored.parts}
+def product_seconds(stored: StoredFormat, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the median seconds of a product of one row with a weight, as if it were one of many.
+
+    Args:
+        stored: The format of the weight, which has zeros.
+        dtype: Of the row.
+        device: Where to compute.
+    """
     kernel = kernel_for(stored, device)
-    times = [_timed(lambda: kernel.widen(parts, dtype), device) for _ in range(_WIDENINGS + 1)]
-    return math.prod(stored.shape) / statistics.median(times[1:])
+    zeros = {part.name: torch.zeros(part.shape, dtype=part.dtype) for part in stored.parts}
+    first = {name: one.to(device) for name, one in kernel.prepare(zeros).items()}
+    copies = min(_MOST_COPIES, max(1, _POOL_BYTES // sum(one.nbytes for one in first.values())))
+    pool = cycle([first, *({name: one.clone() for name, one in first.items()} for _ in range(copies - 1))])
+    row = torch.zeros(1, stored.shape[1], dtype=dtype, device=device)
+    times: list[float] = []
+    while len(times) <= _LEAST_PRODUCTS or (sum(times) < _PRODUCTS_S and len(times) < _MOST_STEPS):
+        times.append(_timed(lambda: kernel.product(next(pool), row), device))
+    return statistics.median(times[1:])
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

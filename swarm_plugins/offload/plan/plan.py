@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +15,10 @@ from swarm_plugins.offload.cache.budget import choose_device, free_bytes, free_h
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.model.outline import without_quantization
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
-from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds, widening_rate
-from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
+from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, product_seconds, step_seconds
+from swarm_plugins.offload.plan.sizes import ModelSizes, PackedProducts, model_sizes
 from swarm_plugins.sizes import format_bytes, size_of
+from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.widths import WIDTHS, Width, num_bits, stored_bits
 
 RUNTIME_BYTES = 450_000_000
@@ -110,7 +113,7 @@ def plan_model(
     """
     target = choose_device(device)
     checkpoint = Checkpoint.open(name, revision=revision)
-    sizes = model_sizes(checkpoint, context_tokens=context_tokens)
+    sizes = model_sizes(checkpoint, context_tokens=context_tokens, device=target)
     source = "given" if disk_bytes_per_s else "measured" if checkpoint.directory else "assumed"
     if source == "measured":
         disk, experts = measured_disk(checkpoint, sizes.largest_expert_bytes)
@@ -132,12 +135,26 @@ def plan_model(
 
 
 def _step_s(checkpoint: Checkpoint, sizes: ModelSizes, device: torch.device) -> float:
-    """Measures the products of a token, and how long packed weights take to be widened for them."""
-    seconds = step_seconds(meta_model(without_quantization(checkpoint.config), sizes.dtype), device=device)
-    if sizes.published is not None:
-        rate = widening_rate(sizes.published.sample, sizes.dtype, device)
-        seconds += sizes.published.token_weights / rate
-    return seconds
+    """Measures the products of a token."""
+    plain = step_seconds(meta_model(without_quantization(checkpoint.config), sizes.dtype), device=device)
+    return plain if sizes.published is None else with_packed(plain, sizes.published.products, sizes.dtype, device)
+
+
+def with_packed(step_s: float, products: Sequence[PackedProducts], dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the seconds of a step in which products with packed weights take the place of those with plain ones.
+
+    Args:
+        step_s: With plain weights.
+        products: With packed ones.
+        dtype: To compute in.
+        device: Where to compute.
+    """
+    packed = plain = 0.0
+    for one in products:
+        count = one.num_weights / math.prod(one.sample.shape)
+        packed += count * product_seconds(one.sample, dtype, device)
+        plain += count * product_seconds(PlainFormat(one.sample.shape, dtype), dtype, device)
+    return max(0.0, step_s - plain) + packed
 
 
 def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes: int = 0) -> OffloadPlan:

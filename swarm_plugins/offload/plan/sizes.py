@@ -7,8 +7,9 @@ needs a table of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.outline import stored_dtype
 from swarm_plugins.offload.plan.sessions import SessionSizes, cache_bytes, session_sizes
 from swarm_plugins.offload.store.quantized_store import open_quantized
+from swarm_plugins.weights.formats.stacked import StackedFormat
 from swarm_plugins.weights.published.placing import plain_names
 from swarm_plugins.weights.published.weights import Published
-from swarm_plugins.weights.published.widening import Widening, widening_of
-from swarm_plugins.weights.repacking import repacking_of
+from swarm_plugins.weights.published.widening import Held, Widening, held_weights, widening_of
 from swarm_plugins.weights.stored import StoredFormat
 from swarm_plugins.weights.widths import Width
 
@@ -45,15 +46,22 @@ class ExpertLayer:
         return self.num_experts * self.expert_bytes
 
 
+class PackedProducts(NamedTuple):
+    """Products of a token with packed weights whose forms in memory are alike."""
+
+    sample: StoredFormat
+    """The largest form, to measure by."""
+    num_weights: int
+    """Of all, numbers and not matrices."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedSizes:
     """What is special about a checkpoint that was published in few bits."""
 
     widening: Widening
-    token_weights: int
-    """Number of packed weights that a token is computed with."""
-    sample: StoredFormat
-    """Of one of its weights, to measure how fast they are widened."""
+    products: tuple[PackedProducts, ...]
+    """Those of a token, by what packed weights become in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +112,20 @@ class ModelSizes:
         return sum(layer.experts_per_token * layer.expert_bytes for layer in self.layers)
 
 
-def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048, dtype: torch.dtype | None = None) -> ModelSizes:
+def model_sizes(
+    checkpoint: Checkpoint,
+    *,
+    context_tokens: int = 2048,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> ModelSizes:
     """Returns the sizes of a model, its cache at some length included, from its config and file headers.
 
     Args:
         checkpoint: The model.
         context_tokens: Length of the cache.
         dtype: Type to compute in. None: the one that `load_offloaded` would take by itself.
+        device: Where to compute; None: on the CPU, where some packed weights are repacked.
 
     Raises:
         CheckpointError: If no model can be made of the config, or the headers belong to another model.
@@ -126,14 +141,16 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048, dtype: to
     experts = {layer: model.get_submodule(path) for layer, path in moe.paths.items()}
     found = _dry_run(model, experts, context_tokens, checkpoint.name)
     layers = tuple(_expert_layer(moe, layer, module, found.picked[layer]) for layer, module in experts.items())
-    published = _published_sizes(moe, layers)
+    where = torch.device("cpu") if device is None else device
+    held = [] if moe.placing is None else held_weights(replace(moe.placing, experts={}), dtype, device=where)
+    published = _published_sizes(moe, layers, held, where)
     in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
     other = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in in_experts)
     return ModelSizes(
         layers=layers,
         num_layers=len(find_layers(model)),
         dtype=dtype,
-        other_bytes=other - (_saved_bytes(moe) if store is None else store.saved_bytes(dtype)),
+        other_bytes=other - (_saved_bytes(moe, held, where) if store is None else store.saved_bytes(dtype)),
         quantized_bits=None if store is None else store.manifest.expert_bits,
         context_tokens=context_tokens,
         cache_bytes=found.cache_bytes,
@@ -144,32 +161,46 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048, dtype: to
     )
 
 
-def _saved_bytes(moe: MoeCheckpoint) -> int:
-    """Returns how much less packed linear layers take than plain ones, in the form that a CPU gives them."""
-    linears = {} if moe.placing is None else moe.placing.linears
-    forms: list[StoredFormat] = []
-    for weight in linears.values():
-        found = repacking_of(weight.format, moe.dtype)
-        forms.append(weight.format if found is None else found.format)
-    packed = sum(part.num_bytes for form in forms for part in form.parts)
-    return sum(math.prod(form.shape) for form in forms) * moe.dtype.itemsize - packed
+def _saved_bytes(moe: MoeCheckpoint, linears: Sequence[Held], device: torch.device) -> int:
+    """Returns how much less packed linear layers take than plain ones."""
+    wide = sum(one.copies * math.prod(one.form.shape) for one in linears) * moe.dtype.itemsize
+    return wide - sum(one.num_bytes(device) for one in linears)
 
 
-def _published_sizes(moe: MoeCheckpoint, layers: Sequence[ExpertLayer]) -> PublishedSizes | None:
+def _published_sizes(
+    moe: MoeCheckpoint, layers: Sequence[ExpertLayer], linears: Sequence[Held], device: torch.device
+) -> PublishedSizes | None:
     if moe.placing is None:
         return None
-    formats = {layer: list(some.values()) for layer, some in moe.packed.items()}
-    others = [weight.format for weight in moe.placing.linears.values()]
     picked = {layer.layer: layer.experts_per_token for layer in layers}
-    in_experts = sum(picked[layer] * math.prod(one.shape) for layer, some in formats.items() for one in some)
-    known = [*(one for some in formats.values() for one in some), *others]
-    if not known:
+    used = [(one, picked[layer]) for layer, some in moe.packed.items() for one in some.values()]
+    used += [(one.form, one.copies) for one in linears]
+    if not used:
         return None
     return PublishedSizes(
-        widening=widening_of(moe.placing, moe.dtype, keeps_experts=True),
-        token_weights=in_experts + sum(math.prod(one.shape) for one in others),
-        sample=known[0],
+        widening=widening_of(moe.placing, moe.dtype, keeps_experts=True, device=device), products=_by_kind(used)
     )
+
+
+def _by_kind(used: Sequence[tuple[StoredFormat, int]]) -> tuple[PackedProducts, ...]:
+    """Returns the products with weights, given by form and how many times a token uses one like it."""
+    found: defaultdict[Hashable, list[tuple[StoredFormat, int]]] = defaultdict(list)
+    for form, count in used:
+        found[_kind(form)].append((form, count))
+    return tuple(
+        PackedProducts(
+            max((form for form, _ in some), key=lambda form: math.prod(form.shape)),
+            sum(count * math.prod(form.shape) for form, count in some),
+        )
+        for some in found.values()
+    )
+
+
+def _kind(form: StoredFormat) -> Hashable:
+    """Returns what the time of a product with a weight depends on, beside its size."""
+    if isinstance(form, StackedFormat):
+        return type(form), *map(_kind, form.pieces)
+    return type(form), getattr(form, "kind", None)
 
 
 def _check_shapes(moe: MoeCheckpoint) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from swarm_plugins.checkpoint.gguf.header import PLAIN_TYPES
 from swarm_plugins.sizes import format_bytes
+from swarm_plugins.weights.choice import kernel_for
+from swarm_plugins.weights.kernels.widening import WideningKernel
 from swarm_plugins.weights.published.placing import Placing, Stack
 from swarm_plugins.weights.published.weights import PackedWeight
 from swarm_plugins.weights.repacking import repacking_of
-from swarm_plugins.weights.stored import PublishedFormat
+from swarm_plugins.weights.stored import StoredFormat
 
 # Formats widen in float32, and most need a second tensor for the scales.
 _TEMPORARY_BYTES = 8
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,8 @@ class Widening:
         if self.repacked:
             held, stored = format_bytes(self.repacked_bytes), format_bytes(self.repacked_stored_bytes)
             told += (
-                f"; on a CPU {len(self.repacked)} of them, such as {self.repacked[0]}, are repacked once at load, so "
-                f"that no product widens them: {held} instead of {stored}"
+                f"; on a CPU {len(self.repacked)} of them, such as {self.repacked[0]}, are repacked once at load, for "
+                f"faster products: {held} instead of {stored}"
             )
         if not self.names:
             return told
@@ -59,41 +64,65 @@ class Widening:
         )
 
 
-def widening_of(placing: Placing, dtype: torch.dtype, *, keeps_experts: bool = False) -> Widening:
-    """Returns what the packed weights of a model take, computed in a type.
+class Held(NamedTuple):
+    """Packed weights of one form in memory: one, or one of each expert."""
+
+    weights: tuple[PackedWeight, ...]
+    """Of the file."""
+    form: StoredFormat
+    """What products are formed with."""
+    copies: int
+    """How many weights of that form: the experts', or one."""
+    is_repacked: bool
+
+    def num_bytes(self, device: torch.device) -> int:
+        """Returns what they take on a device."""
+        return self.copies * sum(part.num_bytes for part in kernel_for(self.form, device).computed)
+
+
+def held_weights(
+    placing: Placing, dtype: torch.dtype, *, keeps_experts: bool = False, device: torch.device = _CPU
+) -> list[Held]:
+    """Returns the packed weights of linear layers and experts as they are held in memory.
 
     Args:
         placing: The packed weights.
         dtype: The type that blocks compute in.
         keeps_experts: Whether experts stay as published on a CPU, too, because they are read as they are needed.
+        device: Where products are formed.
     """
-    others = list(placing.others.values())
-    kept: list[PublishedFormat] = []
-    repacked: list[PackedWeight] = []
-    repacked_bytes = 0
+    found = []
     linears: list[tuple[Stack, bool]] = [(((weight,),), False) for weight in placing.linears.values()]
     for stack, stays in (*linears, *((stack, keeps_experts) for stack in placing.experts.values())):
         stored = placing.format(stack)
-        form = None if stays else repacking_of(stored, dtype)
-        if form is None:
-            kept.append(stored)
-            continue
-        repacked += [weight for group in stack for weight in group]
+        other = None if stays or device.type != "cpu" else repacking_of(stored, dtype)
+        weights = tuple(weight for group in stack for weight in group)
         count = stack[0][0].num_experts or len(stack[0])
-        repacked_bytes += count * sum(part.num_bytes for part in form.format.parts)
+        found.append(Held(weights, stored if other is None else other.format, count, other is not None))
+    return found
+
+
+def widening_of(
+    placing: Placing, dtype: torch.dtype, *, keeps_experts: bool = False, device: torch.device = _CPU
+) -> Widening:
+    """Returns what the packed weights of a model take; arguments are as for `held_weights`."""
+    held = held_weights(placing, dtype, keeps_experts=keeps_experts, device=device)
+    others = list(placing.others.values())
+    widened = [one.form for one in held if isinstance(kernel_for(one.form, device), WideningKernel)]
+    repacked = [weight for one in held if one.is_repacked for weight in one.weights]
     published = placing.published
     infos = published.checkpoint.tensors
-    kinds = sorted({kind for name in placing.taken if (kind := infos[name].packing) is not None})
+    kinds = sorted({kind for name in placing.taken if (kind := infos[name].packing) and kind not in PLAIN_TYPES})
     return Widening(
         format=f"{published.name} ({', '.join(kinds)})" if kinds else published.name,
         dtype=str(dtype).removeprefix("torch."),
         names=tuple(weight.name for weight in others),
         stored_bytes=_stored_bytes(placing, others),
         wide_bytes=sum(math.prod(weight.wide_shape) for weight in others) * dtype.itemsize,
-        product_bytes=max((math.prod(form.shape) for form in kept), default=0) * (_TEMPORARY_BYTES + dtype.itemsize),
+        product_bytes=max((math.prod(one.shape) for one in widened), default=0) * (_TEMPORARY_BYTES + dtype.itemsize),
         repacked=tuple(weight.name for weight in repacked),
         repacked_stored_bytes=_stored_bytes(placing, repacked),
-        repacked_bytes=repacked_bytes,
+        repacked_bytes=sum(one.num_bytes(device) for one in held if one.is_repacked),
     )
 
 

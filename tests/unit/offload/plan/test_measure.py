@@ -14,8 +14,12 @@ from torch import Tensor
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.plan import measure
-from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
+from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, product_seconds, step_seconds
 from swarm_plugins.testing.models import tiny_config
+from swarm_plugins.weights.formats.ggml import GgmlFormat
+from swarm_plugins.weights.formats.nibbles import NibblesFormat
+from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.stored import StoredFormat
 
 CPU = torch.device("cpu")
 
@@ -66,6 +70,13 @@ def test_the_experts_of_all_layers_are_in_a_step(monkeypatch: pytest.MonkeyPatch
     )
     assert few > 0
     assert many == 6 * few
+
+
+@pytest.mark.parametrize(
+    "form", [PlainFormat((64, 64), torch.bfloat16), GgmlFormat((64, 64), "MXFP4"), NibblesFormat((64, 64), 32)], ids=str
+)
+def test_a_product_with_a_weight_is_measured_without_it(form: StoredFormat) -> None:
+    assert 0 < product_seconds(form, torch.bfloat16, CPU) < 30.0
 
 
 def test_the_cpu_has_no_link() -> None:

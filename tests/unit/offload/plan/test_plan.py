@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.plan import plan
 from swarm_plugins.offload.plan.forecast import MEASURED_HITS, Speeds, forecast, hit_ratio
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, make_plan, stored_bits_ratio
 from swarm_plugins.offload.plan.sessions import SessionSizes
-from swarm_plugins.offload.plan.sizes import ExpertLayer, ModelSizes
+from swarm_plugins.offload.plan.sizes import ExpertLayer, ModelSizes, PackedProducts
 from swarm_plugins.sizes import parse_bytes
+from swarm_plugins.weights.formats.ggml import GgmlFormat
+from swarm_plugins.weights.formats.nibbles import NibblesFormat
+from swarm_plugins.weights.formats.plain import PlainFormat
 
 MB = 10**6
 SPEEDS = Speeds(disk_bytes_per_s=1000.0 * MB, expert_bytes_per_s=1000.0 * MB, step_s=0.05)
@@ -32,6 +36,16 @@ def sizes(**changes: Any) -> ModelSizes:
         "activation_bytes": 5 * MB,
     }
     return ModelSizes(**{**values, **changes})
+
+
+def test_products_with_packed_weights_take_the_place_of_those_with_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    repacked, kept = NibblesFormat((10, 32), 32), GgmlFormat((10, 256), "Q4_K")
+    products = (PackedProducts(repacked, 3 * 320), PackedProducts(kept, 2 * 2560))
+    seconds: dict[type, float] = {NibblesFormat: 0.5, GgmlFormat: 7.0, PlainFormat: 1.0}
+    monkeypatch.setattr(plan, "product_seconds", lambda stored, *_: seconds[type(stored)])
+    # Three products with the first and two with the second, instead of five plain ones.
+    for step_s, expected in ((20.0, 20.0 - 5 + 1.5 + 14), (2.0, 1.5 + 14)):
+        assert plan.with_packed(step_s, products, torch.bfloat16, torch.device("cpu")) == pytest.approx(expected)
 
 
 FIXED = 125 * MB + RUNTIME_BYTES

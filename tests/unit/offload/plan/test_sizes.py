@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,16 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.plan.sizes import model_sizes
 from swarm_plugins.testing.models import save_tiny, tiny_model
+from swarm_plugins.weights.formats.ggml import GgmlFormat
+from swarm_plugins.weights.formats.groups import SizedGroups
+from swarm_plugins.weights.formats.int8 import Int8Format
+from swarm_plugins.weights.formats.nibbles import NibblesFormat
+from swarm_plugins.weights.formats.scaled import ScaledFormat
+from swarm_plugins.weights.formats.stacked import StackedFormat
+from swarm_plugins.weights.linears import PackedLinear
 
 CONTEXT = 24
 FAMILIES = ["mixtral", "mixtral_sliding", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe"]
@@ -48,3 +57,54 @@ def test_sizes_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> Non
 def test_layers_without_experts_are_left_out(tmp_path: Path) -> None:
     save_tiny("deepseek_v3", tmp_path, num_layers=3)
     assert [layer.layer for layer in model_sizes(Checkpoint.open(tmp_path)).layers] == [1, 2]
+
+
+PACKED = {
+    "Q8_0": [NibblesFormat, StackedFormat, GgmlFormat],
+    "Q4_0": [SizedGroups, StackedFormat, GgmlFormat],
+    "Q4_K": [GgmlFormat, StackedFormat],
+    "int-channel": [Int8Format, StackedFormat, ScaledFormat],
+}
+"""What linear layers become in bfloat16, and experts, which are read as they are needed."""
+
+
+@pytest.mark.parametrize("way", PACKED)
+def test_packed_weights_count_as_what_they_become(way: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", exc_type=ImportError)
+    pytest.importorskip("gguf")
+    from gguf_models import save_gguf
+    from published_models import save_published
+
+    is_gguf = way.startswith("Q")
+    path, _ = save_gguf("mixtral", way, tmp_path) if is_gguf else save_published(way, "mixtral", tmp_path)
+    moe = MoeCheckpoint.open(path, dtype=torch.bfloat16)
+    moe.checkpoint.config.dtype = torch.bfloat16
+    sizes = model_sizes(moe.checkpoint, context_tokens=CONTEXT)
+    rest = moe.load_rest(torch.device("cpu"))
+    linears = [module for module in rest.modules() if isinstance(module, PackedLinear)]
+    packed = {id(one): one for linear in linears for one in linear.buffers()}
+    plain = {id(one): one for one in rest.parameters()}
+    assert sizes.other_bytes == sum(one.nbytes for one in (packed | plain).values())
+    assert sizes.published is not None
+    products = sizes.published.products
+    assert {type(one.sample) for one in products} == set(PACKED[way])
+    in_experts = [math.prod(form.shape) for some in moe.packed.values() for form in some.values()]
+    # Two of four experts.
+    in_linears = sum(one.out_features * one.in_features for one in linears)
+    assert sum(one.num_weights for one in products) == 2 * sum(in_experts) + in_linears
+
+
+def test_a_device_of_another_kind_repacks_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from gguf_models import save_gguf
+
+    file, _ = save_gguf("mixtral", "Q4_0", tmp_path)
+    on_cpu, elsewhere = (
+        model_sizes(Checkpoint.open(file), context_tokens=CONTEXT, device=torch.device(name)).published
+        for name in ("cpu", "meta")
+    )
+    assert on_cpu is not None
+    assert elsewhere is not None
+    assert on_cpu.widening.repacked
+    assert not elsewhere.widening.repacked
+    assert {type(one.sample) for one in elsewhere.products} == {GgmlFormat, StackedFormat}
