@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -14,6 +15,7 @@ from recipes.benchmarks.arms import frozen
 from recipes.benchmarks.figures import Figure
 from recipes.benchmarks.measure import Arm, take_turns
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
+from swarm_plugins.errors import ConfigError
 
 
 def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConfig | None = None) -> PreTrainedModel:
@@ -24,6 +26,19 @@ def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConf
 def model_on(directory: Path, connection: SwarmConnection) -> PreTrainedModel:
     """Loads the client's share of the model, whose blocks run on the servers of a connection."""
     return frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=torch.float32))
+
+
+def serving(width: str) -> dict[str, Any]:
+    """Returns the options of servers that keep their weights in a width.
+
+    Raises:
+        ConfigError: If it is unknown.
+    """
+    if width in ("float32", "bfloat16", "float16"):
+        return {"dtype": width}
+    if width in ("int8", "int4", "nf4"):
+        return {"dtype": "float32", "quantization": width}
+    raise ConfigError(f"unknown width {width!r}; known: float32, bfloat16, float16, int8, int4, nf4")
 
 
 def weight_bytes(model: PreTrainedModel, blocks: range) -> int:

@@ -48,6 +48,7 @@ class PackedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = stored.shape
         self._kernel = kernel or kernel_for(stored, device)
+        self._names = {part.name: tensor_name(part.name) for part in self._kernel.computed}
         prepared = self._kernel.prepare(parts)
         if self._kernel.is_opaque:
             self._opaque = prepared
@@ -66,7 +67,7 @@ class PackedLinear(nn.Linear):
         """The parts of the weight that products use."""
         if self._kernel.is_opaque:
             return self._opaque
-        return {part.name: getattr(self, tensor_name(part.name)) for part in self._kernel.computed}
+        return {part: getattr(self, name) for part, name in self._names.items()}
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""

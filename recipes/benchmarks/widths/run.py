@@ -18,6 +18,7 @@ from recipes.benchmarks.arms import frozen, local_model, prompt_tokens
 from recipes.benchmarks.gguf_files import write_model
 from recipes.benchmarks.llama_cpp import LlamaCpp, check_llama_cpp, has_llama_cpp
 from recipes.benchmarks.measure import Arm, take_turns
+from recipes.benchmarks.swarm import serving
 from recipes.benchmarks.train import batch_of_texts, prompt_gradient, timed_run
 from recipes.benchmarks.widths.report import PAIRS, WidthsReport
 from recipes.benchmarks.widths.sides import LlamaCppSide, ModelSide
@@ -63,7 +64,7 @@ def bench_widths(
     if is_alone and gguf:
         raise ConfigError("--alone leaves llama.cpp out: give no --gguf with it")
     check_llama_cpp(gguf)
-    options = {width: _options(width) for width in widths}
+    options = {width: serving(width) for width in widths}
     local = local_model(directory)
     prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
     here = ModelSide("transformers, float32", (os.getpid(),), local, prompt, new_tokens)
@@ -117,14 +118,6 @@ def _other(stack: ExitStack, name: str, file: Path, prompt: Tensor, new_tokens: 
     llama = stack.enter_context(LlamaCpp(file))
     llama.open(prompt.shape[1] + new_tokens)
     return LlamaCppSide(name, llama, prompt, new_tokens)
-
-
-def _options(width: str) -> dict[str, Any]:
-    if width in ("float32", "bfloat16", "float16"):
-        return {"dtype": width}
-    if width in ("int8", "int4", "nf4"):
-        return {"dtype": "float32", "quantization": width}
-    raise ConfigError(f"unknown width {width!r}; known: float32, bfloat16, float16, int8, int4, nf4")
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class GroupedFormat(QuantizingFormat):
         """Columns that share a scale."""
         return GROUP_SIZES[self.bits]
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, int]:
         rows, columns = self.shape
         return -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.benchmarks.sessions import Done, _together
+from recipes.benchmarks.sessions.clients import Done
+from recipes.benchmarks.sessions.clients import together as shared_time
 from swarm_plugins.child import Child
 from swarm_plugins.errors import SwarmError
 
@@ -28,7 +29,7 @@ class Client:
 
 
 def together(*clients: Client) -> float:
-    return _together([cast(Child, client) for client in clients], [STATES] * len(clients))
+    return shared_time([cast(Child, client) for client in clients], [STATES] * len(clients))
 
 
 def test_only_the_time_in_which_all_run_counts() -> None:

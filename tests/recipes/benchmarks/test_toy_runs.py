@@ -60,6 +60,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
             id="sessions",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ["sessions", "--sessions", "2", "--new-tokens", "200", "--width", "int8"],
+            ["a step of 2 sessions, int8, over one of float32"],
+            id="sessions-in-int8",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bench_shows_a_ratio_for_each_figure(

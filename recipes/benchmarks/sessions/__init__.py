@@ -1,0 +1,1 @@
+"""Many clients at once, whose tokens a server packs into one forward."""
