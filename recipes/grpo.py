@@ -13,21 +13,16 @@ own samples come over the swarm, with the adapter as it is trained.
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.recipes import load_rows, split_by_document
+from swarm_plugins.recipes.rewards import faithful, summaries
 
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-WORDS = 32
-LEAST_WORDS = 6
 HELD_OUT_TEXTS = 16
 
 
@@ -42,26 +37,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prompts(rows: Dataset) -> Dataset:
-    """Asks for a summary of the first words of each paragraph."""
-    texts = [" ".join(row["text"].split()[:WORDS]) for row in rows.shuffle(seed=0)]
-    return Dataset.from_dict({"prompt": [f"Text: {text}\nThe text in short:" for text in texts], "text": texts})
-
-
-def faithful(completions: Sequence[str], text: Sequence[str], **_: Any) -> list[float]:
-    """Rewards the share of a summary's words that are words of the text; the words of a short summary count less."""
-    found = []
-    for completion, source in zip(completions, text, strict=True):
-        words, known = (re.findall(r"\w+", part.lower()) for part in (completion, source))
-        found.append(sum(word in set(known) for word in words) / max(len(words), LEAST_WORDS))
-    return found
-
-
 def main() -> None:
     """Trains."""
     options = parse()
     train, held_out = split_by_document(load_rows("sotu", "text"), None)
-    held_out_prompts = prompts(held_out)
+    held_out_prompts = summaries(held_out)
     tokenizer = AutoTokenizer.from_pretrained(options.base, padding_side="left")
     trainer = GRPOTrainer(
         AutoSwarmModelForCausalLM.from_pretrained(options.base),
@@ -81,7 +61,7 @@ def main() -> None:
             report_to="none",
             bf16=False,
         ),
-        train_dataset=prompts(train),
+        train_dataset=summaries(train),
         eval_dataset=held_out_prompts.select(range(min(options.texts, len(held_out_prompts)))),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),

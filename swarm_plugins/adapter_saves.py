@@ -1,7 +1,8 @@
 """Makes adapters name the version of their base however they are saved: by PEFT, or a Trainer of transformers or trl.
 
-All of these call methods of `PeftModel`, which are wrapped when the first model is loaded. Adapters of models that this
-package has not loaded are saved as before.
+All of these call methods of `PeftModel`, which are wrapped when the first model is loaded. Two methods of the Trainer,
+wrapped when it is imported, say in one sentence why the Hub refuses. Adapters of models that this package has not
+loaded are saved as before.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from swarm_plugins.hub_errors import translated_hub_errors
@@ -52,6 +54,25 @@ def _wrap_saves() -> None:
     PeftModel.create_or_update_model_card = create_or_update_model_card  # type: ignore[method-assign]
     PeftModel.push_to_hub = push_to_hub  # type: ignore[method-assign]
     PeftModel._upload_modified_files = upload_modified_files  # type: ignore[method-assign,assignment]
+
+
+@functools.cache
+def explain_refused_pushes(trainer_class: Any) -> None:
+    """Makes a Trainer of transformers raise `HubError`, of one sentence, if it may not push a model of this package."""
+    for name in ("init_hf_repo", "push_to_hub"):
+        setattr(trainer_class, name, _explained(getattr(trainer_class, name)))
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def explained(self: Any, *args: Any, **options: Any) -> Any:
+        # A program that loads no model of this package pays for no import.
+        if not _wrap_saves.cache_info().currsize or not _signing().is_signed(self.model):
+            return method(self, *args, **options)
+        with translated_hub_errors(f"push to {self.args.hub_model_id or self.args.output_dir}", "write"):
+            return method(self, *args, **options)
+
+    return explained
 
 
 def _signing() -> Any:

@@ -101,10 +101,18 @@ class _HalfwayAutoConfig(ModuleType):
         return ModuleType.__getattribute__(self, name)
 
 
+def _register_trainer(module: ModuleType) -> bool:
+    # Missing while the module is being imported: the watcher looks again.
+    if (trainer := getattr(module, "Trainer", None)) is not None:
+        importlib.import_module("swarm_plugins.adapter_saves").explain_refused_pushes(trainer)
+    return trainer is not None
+
+
 _WATCHED: dict[str, Callable[[ModuleType], bool]] = {
     **dict.fromkeys(_REGISTRIES, _register_strategy),
     "transformers.integrations.moe": _register_experts,
     "transformers.models.auto.configuration_auto": _register_model,
+    "transformers.trainer": _register_trainer,
 }
 """Module with a registry -> what registers in it once the module is imported; it returns False if that is too early."""
 

@@ -4,9 +4,13 @@
 AdapterTuner        language modelling with any PEFT adapter that works on remote blocks
 ModelTuner          language modelling with all weights, of a new model or one that exists
 StudentTuner        staged distillation of a shallower copy of a teacher
+PreferenceTuner     direct preference optimization of an adapter
+RewardTuner         group relative policy optimization of an adapter
 PromptClassifier    sequence classification with soft prompts and a head
 TextData            pieces of running text, documents held out
 LabelledData        paragraphs with a class each, documents held out
+PairData            pairs of answers, a better and a worse one
+PromptData          prompts, with columns for the reward
 load_rows           addresses of US presidents, a file, or a data set on the Hub, as a Dataset
 split_by_document   such rows, with every eighth document held out
 ```
@@ -25,13 +29,19 @@ if TYPE_CHECKING:
     from swarm_plugins.recipes.data import LabelledData, TextData
     from swarm_plugins.recipes.language import AdapterTuner
     from swarm_plugins.recipes.models import ModelTuner, StudentTuner
+    from swarm_plugins.recipes.preferences import PairData, PreferenceTuner
+    from swarm_plugins.recipes.rewards import PromptData, RewardTuner
     from swarm_plugins.recipes.rows import load_rows, split_by_document
 
 __all__ = [
     "AdapterTuner",
     "LabelledData",
     "ModelTuner",
+    "PairData",
+    "PreferenceTuner",
     "PromptClassifier",
+    "PromptData",
+    "RewardTuner",
     "StudentTuner",
     "TextData",
     "load_rows",
@@ -44,7 +54,11 @@ _NAMES = LazyNames(
         "AdapterTuner": ".language",
         "LabelledData": ".data",
         "ModelTuner": ".models",
+        "PairData": ".preferences",
+        "PreferenceTuner": ".preferences",
         "PromptClassifier": ".classification",
+        "PromptData": ".rewards",
+        "RewardTuner": ".rewards",
         "StudentTuner": ".models",
         "TextData": ".data",
         "load_rows": ".rows",

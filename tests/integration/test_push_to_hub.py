@@ -222,9 +222,12 @@ def test_a_refused_push_is_one_sentence_and_leaves_nothing(
 
 def test_a_trainer_says_before_the_first_step_that_it_may_not_push(base: Any, hub: LocalHub, tmp_path: Path) -> None:
     options = arguments(tmp_path, push_to_hub=True, hub_model_id="you/adapter")
-    with pytest.raises(HfHubHTTPError, match="403"):
+    with pytest.raises(HubError, match=r"^push to you/adapter: not allowed .*of your own$"):
         Trainer(adapted(base), TrainingArguments(**options), train_dataset=ROWS)  # type: ignore[arg-type]
-    assert hub.store.find("you/adapter") is None
+    trainer = Trainer(adapted(base), TrainingArguments(**arguments(tmp_path)), train_dataset=ROWS)  # type: ignore[arg-type]
+    with pytest.raises(HubError, match=r"^push to me/adapter: no valid token.*hf auth login"):
+        trainer.push_to_hub(token="expired")
+    assert [repo.repo_id for repo in hub.store.repos()] == ["org/base"]
 
 
 def test_a_model_of_transformers_alone_is_saved_as_before(directory: Path, hub: LocalHub, tmp_path: Path) -> None:
@@ -234,3 +237,6 @@ def test_a_model_of_transformers_alone_is_saved_as_before(directory: Path, hub: 
     assert {path.name for path in tmp_path.glob("*.*")} == {"README.md", "adapter_config.json", WEIGHTS_FILE}
     with pytest.raises(HfHubHTTPError):
         model.push_to_hub("me/adapter", token="expired")
+    options = arguments(tmp_path, push_to_hub=True, hub_model_id="you/adapter")
+    with pytest.raises(HfHubHTTPError, match="403"):
+        Trainer(model, TrainingArguments(**options), train_dataset=ROWS)  # type: ignore[arg-type]

@@ -68,6 +68,16 @@ def pair(toys: Toys, family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return local, load_offloaded(toys(family), OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe", "prmoe"])
+def test_an_adapter_beside_the_experts_gets_the_very_gradients_of_the_table(toys: Toys, family: str) -> None:
+    """A run goes on, in another place, in the same bits: where experts lie as the weights of linear layers do."""
+    table = AutoModelForCausalLM.from_pretrained(toys(family), experts_implementation="swarm_table")
+    there = load_offloaded(toys(family), OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    found, expected = (gradients(adapted(one, attention_lora(family)), tokens(2, 9)) for one in (there, table))
+    assert found.keys() == expected.keys()
+    assert {name for name, gradient in expected.items() if not torch.equal(found[name], gradient)} == set()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", [attention_lora, experts_lora, prompts])
 def test_adapters_get_the_gradients_of_the_plain_model(

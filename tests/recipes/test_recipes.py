@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import Result
 
+from recipes.fit import of_fabric
 from swarm_plugins import find_adapters
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.hub import Manifest
@@ -64,9 +65,19 @@ def sentence(result: Result, code: int = 2) -> str:
 def test_every_recipe_runs_on_its_own_data(recipe: str, model: Path, fit: Fit) -> None:
     # A new model has the bytes of the text as tokens; the base that it is given here has its own.
     tokenizer = ["--data.tokenizer", model] if recipe == "prmoe.yaml" else []
-    result = fit(recipe, *FAST, "--data.num_documents", 16, *tokenizer)
+    # Of both eras, and with letters for tokens.
+    pairs = ["--data.num_documents", 100, "--data.length", 160] if recipe == "dpo.yaml" else []
+    result = fit(recipe, *FAST, "--data.num_documents", 16, *tokenizer, *pairs)
     assert result.exit_code == 0, result.output[-3000:]
-    assert re.search(r"train_loss \d\.\d+.*val_loss \d\.\d+", result.output, re.MULTILINE)
+    assert re.search(r"train_loss -?\d\.\d+.*val_(loss|reward) \d\.\d+", result.output, re.MULTILINE)
+
+
+def test_fabric_run_and_swarm_fit_know_the_same_recipes(text: Path, fit: Fit) -> None:
+    environment = {"LT_CLI_USED": "1", "LT_STRATEGY": "swarm", "LT_DEVICES": "1", "LT_NUM_NODES": "1"}
+    given = of_fabric(environment)
+    assert given == ["--trainer.strategy=swarm", "--trainer.devices=1", "--trainer.num_nodes=1"]
+    result = fit("lora_moe.yaml", *FAST, "--data.dataset", text, "--data.length", 16, "--offload", "none", *given)
+    assert result.exit_code == 0, result.output[-3000:]
 
 
 @pytest.mark.usefixtures("peers")

