@@ -11,8 +11,8 @@ from package_imports import package_files
 
 from swarm_plugins.cli.main import app
 
-MAX_OPTIONS = 159
-MAX_FIELDS = 95
+MAX_OPTIONS = 160
+MAX_FIELDS = 96
 ENDINGS = ("Config", "Limits", "Settings")
 
 
