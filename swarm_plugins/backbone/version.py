@@ -59,6 +59,29 @@ def loaded_version(model: nn.Module) -> ModelVersion | None:
     return next(filter(None, map(marked_base, model.modules())), None) if stack is None else stack.version
 
 
+def base_checkpoint(model: nn.Module, **hub: Any) -> Checkpoint | None:
+    """Opens the checkpoint that a model's base was loaded from; None if that is not known.
+
+    Args:
+        model: A model of transformers, with or without adapters of PEFT around it.
+        hub: Address, token and cache of the Hub, as for `Checkpoint.open`.
+
+    Raises:
+        CheckpointError: If it is not there any more, or cannot be read.
+    """
+    name, version = _name_of(model), base_version(model)
+    if name and _is_here(name):
+        return Checkpoint.open(name)
+    if version is None or version.is_local:
+        return None
+    return Checkpoint.open(version.name, revision=version.revision, **hub)
+
+
+def base_layers(model: nn.Module) -> str:
+    """Returns the dotted path of the list of decoder layers in the base of a model, such as ``model.layers``."""
+    return layer_list_name(_base_of(model))
+
+
 def base_blocks(model: nn.Module) -> tuple[str, ...]:
     """Returns the fingerprint of each block of the base's weights, in order.
 
@@ -77,7 +100,7 @@ def base_blocks(model: nn.Module) -> tuple[str, ...]:
     stack = stack_of(model)
     if stack is not None and checkpoint.version != stack.version:
         raise CheckpointError(f"{name} holds {checkpoint.version}, but the model was loaded as {stack.version}")
-    return block_fingerprints(checkpoint, layer_list_name(_base_of(model)))
+    return block_fingerprints(checkpoint, base_layers(model))
 
 
 def _is_here(name: str) -> bool:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from swarm_plugins.backbone.version import base_version
+from swarm_plugins.callbacks.carrying import check_unchanged
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.adapter_settings import check_settings
@@ -29,7 +30,7 @@ def load_adapter(
     repo: str | Path,
     version: str = "latest",
     *,
-    on_mismatch: Literal["refuse", "warn"] = "refuse",
+    on_mismatch: Literal["refuse", "carry", "warn"] = "refuse",
     adapter_name: str = "default",
     is_trainable: bool = False,
     is_shared: bool = False,
@@ -45,7 +46,8 @@ def load_adapter(
         model: A model of transformers, or a PEFT model, to which the adapter is added.
         repo: The adapter's repository on the Hub, or a directory.
         version: A tag, branch or commit; ``latest`` for the newest version.
-        on_mismatch: Whether to ``refuse`` or ``warn`` if the adapter was made for another version of the base.
+        on_mismatch: What to do if the adapter was made for another version of the base: ``refuse``; ``carry`` it over
+            with a warning if all that it tunes is the same in both versions, and refuse it otherwise; or only ``warn``.
         adapter_name: PEFT's name for it.
         is_trainable: Whether to train it further.
         is_shared: Whether other models use the same base weights. If so, an adapter is refused that changes them when
@@ -60,8 +62,8 @@ def load_adapter(
         CheckpointError: If it is not an adapter in safetensors format, or does not fit the model.
         UnsupportedError: If its config names modules by expressions that cannot be matched in bounded time.
     """
-    if on_mismatch not in ("refuse", "warn"):
-        raise ConfigError(f"on_mismatch={on_mismatch!r} must be 'refuse' or 'warn'")
+    if on_mismatch not in ("refuse", "carry", "warn"):
+        raise ConfigError(f"on_mismatch={on_mismatch!r} must be 'refuse', 'carry' or 'warn'")
     if isinstance(model, PeftModel) and adapter_name in model.peft_config:
         raise ConfigError(
             f"the model has an adapter named {adapter_name!r} already (it has {', '.join(model.peft_config)}); "
@@ -69,7 +71,7 @@ def load_adapter(
         )
     adapter = _opened(repo, version, token=token, endpoint=endpoint, cache_dir=cache_dir)
     check_settings(adapter, is_shared=is_shared)
-    _check_base(model, adapter, on_mismatch)
+    _check_base(model, adapter, on_mismatch, endpoint=endpoint, token=token, cache_dir=cache_dir)
     return _loaded(model, adapter, adapter_name, is_trainable, is_shared=is_shared)
 
 
@@ -85,13 +87,22 @@ def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
     return open_adapter(path)
 
 
-def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> None:
+def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str, **hub: Any) -> None:
     actual, wanted = base_version(model), adapter.base
     if wanted is None or actual is None:
         unknown = "the version of the model's base" if wanted is not None else "the version of the base it was made for"
         log.warning("%s is loaded unchecked: %s is not known", adapter.label, unknown)
         return
     if actual == wanted:
+        return
+    if on_mismatch == "carry":
+        check_unchanged(model, adapter, wanted, **hub)
+        warnings.warn(
+            f"{adapter.label} was made for {wanted} and is carried over to {actual}: what it tunes is the same there, "
+            "other parts are not, so evaluate it before you rely on it",
+            UserWarning,
+            stacklevel=3,
+        )
         return
     why = (
         "one is a commit on the Hub and the other the content of a directory, which cannot be compared"
@@ -101,7 +112,10 @@ def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> N
     cure = f"load the base with revision={wanted.revision!r}" if not wanted.is_local else "load exactly that base"
     message = f"{adapter.label} was made for {wanted}, the model is {actual}: {why}"
     if on_mismatch == "refuse":
-        raise ConfigError(f"{message}; {cure}, or pass on_mismatch='warn' to load it anyway")
+        raise ConfigError(
+            f"{message}; {cure}, or pass on_mismatch='carry' to load it if "
+            "what it tunes has not changed, or 'warn' to load it anyway"
+        )
     warnings.warn(message, UserWarning, stacklevel=3)
 
 

@@ -83,10 +83,11 @@ def find_adapter(module: nn.Module) -> AdapterSource:
     model = trained[0]
     active = model.active_adapter
     name = active if isinstance(active, str) else active[0]
-    return AdapterSource(model=model, name=name, base=base_version(model), blocks=_blocks_of(model))
+    return AdapterSource(model=model, name=name, base=base_version(model), blocks=blocks_of(model))
 
 
-def _blocks_of(model: PeftModel) -> tuple[str, ...]:
+def blocks_of(model: PeftModel) -> tuple[str, ...]:
+    """Returns the fingerprint of each block of an adapter's base; empty if they cannot be read, or are on the Hub."""
     try:
         return base_blocks(model)
     except SwarmError as exc:

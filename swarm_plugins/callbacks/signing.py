@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 
 from swarm_plugins.backbone.version import loaded_version
-from swarm_plugins.callbacks.saving import AdapterSource, manifest_of
+from swarm_plugins.callbacks.saving import AdapterSource, blocks_of, manifest_of
 from swarm_plugins.hub.folder import CARD_FILE
 
 
@@ -44,5 +44,5 @@ def write_card(model: PeftModel, folder: str, write: Callable[[PeftModel, str], 
         config.revision = None if version.is_local else version.revision
     active = model.active_adapter
     name = active if isinstance(active, str) else active[0]
-    source = AdapterSource(model=model, name=name, base=version)
+    source = AdapterSource(model=model, name=name, base=version, blocks=blocks_of(model))
     manifest_of(source, event="save", step=None, metrics={}).write(Path(folder))

@@ -18,6 +18,7 @@ from swarm_plugins.checkpoint.partition import (
     layer_prefix,
 )
 from swarm_plugins.checkpoint.source import Checkpoint
+from swarm_plugins.checkpoint.unchanged import unchanged_blocks
 
 __all__ = [
     "Checkpoint",
@@ -30,4 +31,5 @@ __all__ = [
     "layer_list_name",
     "layer_prefix",
     "model_from_tensors",
+    "unchanged_blocks",
 ]

@@ -13,7 +13,7 @@ one model differ; two files that differ in one damaged sector may not. It guards
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,8 @@ from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.errors import CheckpointError
 
 _FORMAT = b"swarm_plugins fingerprint 1\n"
-_VOLATILE = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"}
+VOLATILE = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"}
+"""Settings that a mere re-save changes."""
 _WHOLE_BYTES = 64 << 10
 # One page: what a disk reads anyway.
 _SPOT_BYTES = 4096
@@ -37,7 +38,7 @@ def fingerprint(directory: Path, tensors: Mapping[str, TensorInfo]) -> str:
     Raises:
         CheckpointError: If a file cannot be read.
     """
-    return tensors_fingerprint(directory, tensors, config=config_content(directory / "config.json"))
+    return tensors_fingerprint(directory, tensors, config=_config(directory))
 
 
 def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo], *, config: bytes = b"") -> str:
@@ -61,17 +62,13 @@ def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo], *, c
     return digest.hexdigest()
 
 
-def config_content(path: Path, *, without: Collection[str] = ()) -> bytes:
-    """Returns a config without keys that a mere re-save changes, and ``without`` some more.
-
-    Raises:
-        CheckpointError: If it is not a JSON object.
-    """
+def _config(directory: Path) -> bytes:
+    path = directory / "config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except (msgspec.MsgspecError, OSError, RecursionError, UnicodeDecodeError) as exc:
         raise CheckpointError(f"{path} cannot be read as a JSON object ({exc})") from exc
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE and key not in without}
+    kept = {key: value for key, value in config.items() if key not in VOLATILE}
     return msgspec.json.encode(kept, order="deterministic")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm_plugins.checkpoint.files import CheckpointFiles, LocalFiles, Piece, Progress
-from swarm_plugins.checkpoint.fingerprint import config_content, fingerprint, tensors_fingerprint
+from swarm_plugins.checkpoint.fingerprint import fingerprint, tensors_fingerprint
 from swarm_plugins.checkpoint.gguf.index import GgufIndex, gguf_files
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hub import HubFiles
@@ -129,16 +129,6 @@ class Checkpoint:
             return ModelVersion(file.name if is_gguf_file(file) else directory.resolve().name, f"local-{digits}")
         name = directory.resolve().name or "model"
         return ModelVersion(name, f"local-{fingerprint(directory, self.tensors)}")
-
-    def config_content(self, *, without: Collection[str] = ()) -> bytes:
-        """Returns the config as it is stored, without keys that a mere re-save changes, and ``without`` some more.
-
-        Raises:
-            CheckpointError: If it cannot be read.
-        """
-        if isinstance(self._index, GgufIndex):
-            return self._index.identity
-        return config_content(_small_file(self._files, _CONFIG_FILE), without=without)
 
     def file_digest(self, file: str) -> str | None:
         """Returns the SHA-256 of a file, if it is known without reading the file."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 
 from swarm_plugins.checkpoint.files import Piece
+from swarm_plugins.checkpoint.fingerprint import VOLATILE
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.checkpoint.partition import client_tensors, layer_list_name, stored_block
@@ -77,7 +79,15 @@ def is_unchanged_outside(one: Checkpoint, other: Checkpoint, *, most_bytes: int 
 
 
 def _is_same_family(one: Checkpoint, other: Checkpoint) -> bool:
-    return one.config_content(without=_OUTSIDE) == other.config_content(without=_OUTSIDE)
+    # As this transformers reads them: another one may have written the same settings otherwise.
+    return bool(_settings(one.config.to_dict()) == _settings(other.config.to_dict()))
+
+
+def _settings(value: Any) -> Any:
+    """Returns settings, also those of a part of the model, without the ones that make no difference to blocks."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _settings(one) for key, one in value.items() if key not in VOLATILE | _OUTSIDE}
 
 
 def _layer_path(checkpoint: Checkpoint) -> str:

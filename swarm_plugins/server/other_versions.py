@@ -37,6 +37,12 @@ class OtherVersions:
         self._compared: dict[str, tuple[Checkpoint, dict[int, bool]]] = {}
         """Whether blocks are the same, by version."""
 
+    def check(self) -> None:
+        """Checks that all versions are there, before the server loads anything; raises as `look`."""
+        self._original()
+        for name in self._config.also_versions:
+            self._opened(name)
+
     def look(self, blocks: range) -> Mapping[str, frozenset[int]]:
         """Returns which of some blocks are the same in each version; long if they are to be read.
 

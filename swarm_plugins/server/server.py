@@ -187,6 +187,7 @@ class SwarmServer:
         weights = await in_thread(lambda: hosted_weights(checkpoint, config))
         if config.also_versions:
             self._others = OtherVersions(config, checkpoint, weights.version)
+            await in_thread(self._others.check)
         num_blocks = num_blocks_of(checkpoint.config)
         named = config.span_of(num_blocks, tied_blocks(checkpoint.config))
         self._presence = Presence(SwarmNode(config.node(), ledger=self._ledger), every_s=config.announce_every_s)

@@ -112,8 +112,9 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
             start=start,
             end=end,
             also=(),
-            # Loaded for the server's own version, and so is where it moves to.
+            # It moves where its own version needs it, and its adapters were made for that.
             adapters=(),
+            mobility="pinned",
             target=None,
             leaving=None,
             needs=tuple(needs),

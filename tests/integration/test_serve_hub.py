@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +22,8 @@ from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.node import SwarmNode
 
 MODEL, ADAPTER = "alice/tiny", "alice/tiny-lora"
 
@@ -58,11 +62,34 @@ def test_only_the_bytes_of_the_span_are_downloaded(hub: LocalHub, directory: Pat
 
 
 @pytest.mark.swarm
+def test_blocks_that_another_commit_has_too_are_announced_under_it(
+    hub: LocalHub, directory: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model.save_pretrained(tmp_path / "model")
+    one = hub.add(MODEL, tmp_path / "model")
+    with torch.no_grad():
+        model.get_submodule("model.layers.2").mlp.up_proj.weight[0, 0] += 1
+    model.save_pretrained(tmp_path / "next")
+    other = hub.add(MODEL, tmp_path / "next")
+
+    async def found(peers: list[str], version: str) -> list[tuple[str, int, int]]:
+        async with SwarmNode(NodeConfig(initial_peers=tuple(peers), host_maddrs=())) as node:
+            infos = (await node.servers(version, 4)).values()
+            return [(info.version, info.start, info.end) for info in infos]
+
+    with LocalSwarm(MODEL, spans=[(0, 3)], revision=one, also_versions=["main"]) as swarm:
+        assert asyncio.run(found(swarm.initial_peers, one)) == [(one, 0, 3)]
+        assert asyncio.run(found(swarm.initial_peers, other)) == [(other, 0, 2)]
+
+
+@pytest.mark.swarm
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
         pytest.param("alice/nothing", {}, "alice/nothing", id="no-such-repository"),
         pytest.param(MODEL, {"revision": "v9"}, "v9", id="no-such-revision"),
+        pytest.param(MODEL, {"also_versions": "v8"}, "v8", id="no-such-other-version"),
         pytest.param(
             MODEL, {"adapter": "alice/none@v1"}, "load alice/none@v1: no such repository", id="no-such-adapter"
         ),

@@ -11,7 +11,7 @@ from type_models import save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.blocks.load import load_span
-from swarm_plugins.borders import check_borders, nearest_border, pieces, tied_blocks
+from swarm_plugins.borders import check_borders, longest_run, nearest_border, pieces, tied_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.config import ServeConfig
@@ -68,6 +68,19 @@ def test_parts_are_cut_at_the_nearest_border() -> None:
         ServeConfig(model="m", part=(1, 2)).span_of(4, {1, 2, 3})
     with pytest.raises(ConfigError, match="serve 2:6"):
         ServeConfig(model="m", blocks=range(2, 5)).span_of(12, tied)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tied", "longest"),
+    [
+        pytest.param({0, 1, 2, 3, 4}, set(), range(1, 5), id="all"),
+        pytest.param({1, 3, 4}, set(), range(3, 5), id="gap"),
+        pytest.param({1, 2, 3}, {2, 4}, range(1, 3), id="half-of-a-piece"),
+        pytest.param({5}, set(), range(0), id="none"),
+    ],
+)
+def test_the_longest_run_is_whole_pieces(wanted: set[int], tied: set[int], longest: range) -> None:
+    assert longest_run(range(1, 5), wanted, tied) == longest
 
 
 @pytest.mark.parametrize(

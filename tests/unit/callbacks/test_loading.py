@@ -43,7 +43,7 @@ def test_an_adapter_of_another_base_version_is_refused(
         ConfigError, match=r"me/adapter@v1 was made for base@local-.*, the model is base@local-"
     ) as error:
         load_adapter(other, "me/adapter", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
-    assert "on_mismatch='warn'" in str(error.value)
+    assert "or 'warn' to load it anyway" in str(error.value)
     assert not any("lora" in name for name, _ in other.named_modules()), "the model is as it was"
     with pytest.warns(UserWarning, match=r"was made for base@local-"):
         load_adapter(other, folder, on_mismatch="warn")
@@ -122,7 +122,7 @@ def test_a_damaged_adapter_and_one_that_does_not_fit_are_named(folder: Path, bas
 
 def test_wrong_settings_are_named(folder: Path, base_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base_dir)
-    with pytest.raises(ConfigError, match=r"on_mismatch='ignore' must be 'refuse' or 'warn'"):
+    with pytest.raises(ConfigError, match=r"on_mismatch='ignore' must be 'refuse', 'carry' or 'warn'"):
         load_adapter(model, folder, on_mismatch="ignore")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"version='v1' was given for the directory"):
         load_adapter(model, folder, "v1")

@@ -25,6 +25,7 @@ from swarm_plugins.testing.models import save_tiny
         pytest.param({"blocks": range(1), "num_blocks": 2}, "blocks 0:1 and num_blocks 2 exclude", id="two-choices"),
         pytest.param({"part": (3, 2)}, "invalid part 3/2: expected K/N", id="part"),
         pytest.param({"num_blocks": 0}, "num_blocks must be at least 1, got 0", id="no-blocks"),
+        pytest.param({"also_versions": ("v",) * 5}, "also_versions has 5 entries, at most 4", id="also"),
         pytest.param({"kv_bytes": 0}, "kv_bytes must be above 0, got 0", id="kv"),
         pytest.param({"activation_bytes": -1}, "activation_bytes must be 0 or more, got -1", id="activations"),
         pytest.param({"max_batch_tokens": 0}, "max_batch_tokens must be above 0, got 0", id="batch"),

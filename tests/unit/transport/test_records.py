@@ -234,6 +234,13 @@ def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
         {"needs": ((0, 1, 0, 2),) * 65},
         {"needs": ((0, 9, 0, 2),)},
         {"needs": ((0, 1, 2, 2),)},
+        {"also": (("v2", 2, 5),)},
+        {"also": (("v2", 2, 2),)},
+        {"also": (("v1", 0, 2),)},
+        {"also": (("v2", 0, 2), ("v2", 2, 4))},
+        {"also": (("", 0, 2),)},
+        {"also": (("v2\n", 0, 2),)},
+        {"also": tuple((f"v{number}", 0, 2) for number in range(2, 7))},
     ],
     ids=str,
 )
@@ -270,3 +277,34 @@ def test_one_peer_that_lies_about_a_version_does_not_hide_it() -> None:
     gone = ModelRecord(version="", model="", num_blocks=0)
     for records in ([liar, liar, honest, honest, renamed, gone], [renamed, honest, honest, gone, liar]):
         assert majority(records) == {"v": ModelInfo("m", 4, 3)}
+
+
+def test_users_of_another_version_see_the_blocks_that_it_has_too() -> None:
+    info = msgspec.structs.replace(
+        INFO,
+        also=(("v2", 1, 3), ("v3", 0, 4)),
+        adapters=("mine",),
+        mobility="loads-first",
+        target=(4, 8),
+        needs=((0, 2, 0, 8), (2, 3, 0, 4), (3, 4, 0, 4)),
+    )
+    check_server_info(info)
+    assert info.of("v1") is info
+    assert info.of("v4") is None
+    seen = info.of("v2")
+    assert seen is not None
+    check_server_info(seen)
+    assert (seen.version, seen.start, seen.end, seen.also) == ("v2", 1, 3, ())
+    assert seen.needs == ((1, 2, 0, 8), (2, 3, 0, 4))
+    assert (seen.adapters, seen.mobility, seen.target) == ((), "pinned", None)
+
+
+def test_a_record_of_another_version_belongs_under_its_key(owner: Identity) -> None:
+    info, expiration = msgspec.structs.replace(INFO, also=(("v2", 1, 3),)), soon()
+    key, seen = own_server_key("v2", owner.peer_id), info.of("v2")
+    assert seen is not None
+    record = ServerRecord(info=seen)
+    assert open_record(key_id(key), owner.peer_id, sign_record(owner, key, record, expiration), expiration) == record
+    blob = sign_record(owner, key, ServerRecord(info=info), expiration)
+    with pytest.raises(ProtocolError, match="wrong key"):
+        open_record(key_id(key), owner.peer_id, blob, expiration)
