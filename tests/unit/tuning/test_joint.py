@@ -100,8 +100,8 @@ def test_together_is_as_apart(base: Any) -> None:
     for tuner, theirs in zip(models, wanted, strict=True):
         mine = gradients(tuner)
         assert len(mine) == len(theirs) == len(tuner.parameters)
-        for one, other in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for gradient, expected in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
     # Tensors are shared: a pass after a step sees it, and each still trains its own.
     joint.compute(calls_of(models)[:2], backward=True)
     models[0].step(AdamParams(learning_rate=0.05))
