@@ -83,11 +83,7 @@ def test_only_masked_positions_make_the_ratio_of_a_text() -> None:
     [
         ("stable_reinforce", {}, "use loss_fn=importance_sampling"),
         ("huber", {}, "unknown loss_fn 'huber': known are cross_entropy"),
-        (
-            "ppo",
-            {"clip": 1.0},
-            "ppo has no setting 'clip': it has entropy_bonus",
-        ),
+        ("importance_sampling", {"clip": 1.0}, "has no setting 'clip': it has entropy_bonus"),
         ("dro", {"beta": float("nan")}, "beta of dro must be a finite number"),
         ("dro", {"beta": "much"}, "beta of dro must be a finite number"),
         ("cross_entropy", {"beta": 1.0}, "it has none"),
