@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from swarm_plugins.errors import NumericError
 from swarm_plugins.tuning.batches import batches_of
 from swarm_plugins.tuning.datums import Datum, LossCall
-from swarm_plugins.tuning.losses import LOSSES, TARGETS
+from swarm_plugins.tuning.losses import LOSSES, TARGETS, Scores
 
 _MAX_LOGITS = 1 << 25
 """Of a batch: 128 MiB in float32, and twice as much for their softmax and their gradient."""
@@ -28,7 +28,7 @@ class Computed:
     logprobs: Tensor
     """Of its targets, in their shape, float32."""
     losses: Tensor
-    """At each position, of the same shape; their sum is the text's loss."""
+    """At each position, of the same shape, or ``[N]`` for a loss of all tokens; their sum is the text's loss."""
 
 
 @dataclass(frozen=True)
@@ -110,5 +110,6 @@ def _lossed(logits: Tensor, datum: Datum, call: LossCall) -> Computed:
     """Computes a loss from the logits ``[N, V]`` of one text."""
     targets = datum.inputs[TARGETS]
     # The function that samples are scored by: its rounding over a large vocabulary has a bias of its own.
-    logprobs = logits.log_softmax(dim=1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
-    return Computed(logprobs, LOSSES[call.name].compute(logprobs, datum.inputs, call.settings))
+    everything = logits.log_softmax(dim=1)
+    logprobs = everything.gather(1, targets.view(len(targets), -1)).view(targets.shape)
+    return Computed(logprobs, LOSSES[call.name].compute(Scores(logprobs, everything), datum.inputs, call.settings))

@@ -83,6 +83,9 @@ def _check(datum: Datum, call: LossCall, bounds: TextBounds) -> None:
             raise ConfigError(f"{name} must be whole numbers (int64), not {printable(str(ids.dtype))}")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < bounds.vocabulary:
             raise ConfigError(f"{name} has ids outside of the vocabulary, 0 to {bounds.vocabulary - 1}")
+    check = find_loss(call.name).check
+    if check is not None:
+        check(datum.inputs)
 
 
 def _check_inputs(inputs: Mapping[str, Tensor], name: str) -> None:
@@ -94,7 +97,8 @@ def _check_inputs(inputs: Mapping[str, Tensor], name: str) -> None:
     wanted = tuple(inputs[TARGETS].shape)
     for one in (*loss.inputs, *(other for other in loss.optional if other in inputs)):
         shape = tuple(inputs[one].shape)
-        if shape != wanted:
-            raise ConfigError(f"{one} has shape {shape} and {TARGETS} {wanted}: both must be alike")
+        expected = wanted[:1] if one in loss.by_position else wanted
+        if shape != expected:
+            raise ConfigError(f"{one} has shape {shape}, but {TARGETS} {wanted}: {one} must have {expected}")
         if not bool(inputs[one].isfinite().all()):
             raise ConfigError(f"{one} is NaN or infinite at some positions")

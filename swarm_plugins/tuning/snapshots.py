@@ -21,3 +21,10 @@ def snapshot(model: Any) -> Any:
         if hasattr(one, "generation_config"):
             one.generation_config = GenerationConfig()
     return copied.requires_grad_(False)
+
+
+def own_bytes(model: Any, base: Any) -> int:
+    """Returns the bytes of a model's tensors that its base does not share."""
+    shared = {id(one) for one in itertools.chain(base.parameters(), base.buffers())}
+    own = {id(one): one for one in itertools.chain(model.parameters(), model.buffers()) if id(one) not in shared}
+    return sum(one.numel() * one.element_size() for one in own.values())

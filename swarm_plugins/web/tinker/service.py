@@ -9,6 +9,7 @@ from typing import Any
 
 from swarm_plugins.tuning.checkpoints import CheckpointStore, RunFacts
 from swarm_plugins.tuning.datums import TextBounds
+from swarm_plugins.tuning.snapshots import own_bytes
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample, texts_of
 from swarm_plugins.web.tinker.futures import Answer, Futures
@@ -80,16 +81,16 @@ class TinkerService:
         return {"model_id": run, "path": body.path, "type": "load_weights"}
 
     def add_sampler(self, session: Session, number: int, model: Any, path: str | None) -> Sampler:
-        """Makes a sampler of a model; the oldest of too many goes.
+        """Makes a sampler of a model; the oldest go if there are too many, or their bytes are.
 
         Raises:
             ApiError: If the session has ended meanwhile: nothing would release the model.
         """
         self.sessions.get(session.tenant, session.session_id)
-        sampler = Sampler(f"{session.session_id}:sample:{number}", path)
+        num_bytes = own_bytes(model, self.engine.models.base)
+        sampler = Sampler(f"{session.session_id}:sample:{number}", path, num_bytes)
         self.engine.models.hold(sampler.sampler_id, model)
-        surplus = self.sessions.add_sampler(session, sampler)
-        if surplus is not None:
+        for surplus in self.sessions.add_sampler(session, sampler):
             self.engine.models.release(surplus.sampler_id)
         return sampler
 

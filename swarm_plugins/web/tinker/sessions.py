@@ -18,6 +18,8 @@ SESSION_S = 600.0
 _MAX_SESSIONS = 32
 _MAX_MODELS = 16
 _MAX_SAMPLERS = 64
+_MAX_SAMPLER_BYTES = 8 << 30
+"""Of all samplers of a key."""
 
 
 @dataclass
@@ -37,6 +39,10 @@ class Sampler:
     """Also the engine's name of its model."""
     path: str | None
     """The checkpoint that it was made of, if one was."""
+    num_bytes: int = 0
+    """Of what it does not share with the base."""
+    made: float = 0.0
+    """When, by the clock of its session."""
 
 
 @dataclass
@@ -110,12 +116,27 @@ class Sessions:
         if num_models >= _MAX_MODELS:
             raise ApiError(f"{num_models} models are in training by this key, the most that may be: end a session")
 
-    def add_sampler(self, session: Session, sampler: Sampler) -> Sampler | None:
-        """Adds a sampler to a session; returns the oldest of it, which then goes, if there are too many."""
+    def add_sampler(self, session: Session, sampler: Sampler) -> list[Sampler]:
+        """Adds a sampler to a session; returns those that go, the oldest ones, if there are too many or too large ones.
+
+        The new one stays in any case.
+        """
+        sampler.made = self._clock()
         session.samplers[sampler.sampler_id] = sampler
-        if len(session.samplers) <= _MAX_SAMPLERS:
-            return None
-        return session.samplers.pop(next(iter(session.samplers)))
+        gone = []
+        if len(session.samplers) > _MAX_SAMPLERS:
+            gone.append(session.samplers.pop(next(iter(session.samplers))))
+        owners = {one.sampler_id: each for each in self._of(session.tenant) for one in each.samplers.values()}
+        known = sorted(
+            (one for each in self._of(session.tenant) for one in each.samplers.values()), key=lambda one: one.made
+        )
+        num_bytes = sum(one.num_bytes for one in known)
+        for one in known:
+            if num_bytes <= _MAX_SAMPLER_BYTES or one is sampler:
+                break
+            num_bytes -= one.num_bytes
+            gone.append(owners[one.sampler_id].samplers.pop(one.sampler_id))
+        return gone
 
     def end(self, session: Session) -> None:
         """Ends a session and all that it has. Idempotent."""

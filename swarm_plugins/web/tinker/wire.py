@@ -132,11 +132,11 @@ def _array(data: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, Any]
 def computed_message(results: Sequence[Computed]) -> bytes:
     """Returns a ForwardBackwardOutput: outputs of each text, and the sum of their losses."""
     records = []
-    for trailing, group in groupby(results, key=lambda one: tuple(one.logprobs.shape[1:])):
+    for trailing, group in groupby(results, key=lambda one: (one.logprobs.shape[1:], one.losses.shape[1:])):
         same = list(group)
         fields = {
-            "logprobs": _batched([one.logprobs for one in same], trailing),
-            "elementwise_loss": _batched([one.losses for one in same], trailing),
+            "logprobs": _batched([one.logprobs for one in same], trailing[0]),
+            "elementwise_loss": _batched([one.losses for one in same], trailing[1]),
         }
         records.append(message("ArrayRecord", fields=fields, num_datums=len(same)))
     total = float(torch.stack([one.losses.sum(dtype=torch.float64) for one in results]).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,8 @@ def test_together_is_as_apart(base: Any) -> None:
     for tuner, theirs in zip(models, wanted, strict=True):
         mine = gradients(tuner)
         assert len(mine) == len(theirs) == len(tuner.parameters)
-        for one, other in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for gradient, expected in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
     # Tensors are shared: a pass after a step sees it, and each still trains its own.
     joint.compute(calls_of(models)[:2], backward=True)
     models[0].step(AdamParams(learning_rate=0.05))
@@ -182,3 +183,38 @@ def test_what_has_no_rows(folders: dict[str, Path]) -> None:
         '{"peft_type": "LOHA", "r": 2, "target_modules": ["q_proj"]}',
     ):
         assert not Joint(dense).can_take(Tuner(new_adapter(dense, settings)))
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["forward", "backward"])
+def test_a_server_killed_within_a_call_costs_a_replay(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with InProcessSwarm(folders["mixtral"], spans=[(0, 2), (2, 4), (2, 4)]) as swarm:
+        base = AutoSwarmModelForCausalLM.from_pretrained(folders["mixtral"], connection=swarm.connection).eval()
+        models = tuners(base)
+        joint = Joint(base)
+        undisturbed = joint.compute(calls_of(models), backward=True)
+        wanted = [gradients(tuner) for tuner in models]
+        train = Scheduler.train
+        replicas = {id(swarm.services[peer].scheduler): peer for peer in swarm.peers[1:]}
+        asked: list[str] = []
+        killing: list[asyncio.Task[None]] = []
+
+        async def dying(scheduler: Scheduler, *args: Any, **options: Any) -> Any:
+            answer = await train(scheduler, *args, **options)
+            if id(scheduler) in replicas:
+                asked.append(replicas[id(scheduler)])
+                if len(asked) == number:
+                    killing.append(asyncio.create_task(swarm.transport.kill(asked[-1])))
+                    await asyncio.Event().wait()  # until it is cancelled, before its answer is sent
+            return answer
+
+        monkeypatch.setattr(Scheduler, "train", dying)
+        found = joint.compute(calls_of(models), backward=True)
+        assert len(set(asked)) == 2
+        for one, other in zip(found, undisturbed, strict=True):
+            assert not isinstance(one, Exception)
+            assert not isinstance(other, Exception)
+            assert all(torch.equal(mine.losses, theirs.losses) for mine, theirs in zip(one, other, strict=True))
+        for tuner, theirs in zip(models, wanted, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(gradients(tuner), theirs, strict=True))

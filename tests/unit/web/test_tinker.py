@@ -237,6 +237,34 @@ def test_sparse_targets_are_a_distillation(client: Any, plain: Any) -> None:
     assert found == pytest.approx(-float((logprobs[:, 7] * 0.75 + logprobs[:, 8] * 0.25).sum()), rel=1e-4)
 
 
+def test_losses_of_all_tokens_are_computed_in_one_forward(client: Any, plain: Any) -> None:
+    training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+    targets, reference = torch.tensor([[7, 8]] * 4), torch.tensor([[0.75, 0.2]] * 4).log()
+    inputs = {"target_tokens": targets, "logprobs": reference, "weights": torch.tensor([0.0, 1.0, 1.0, 2.0])}
+    text = types.Datum(
+        model_input=types.ModelInput.from_ints(TEXTS[0][:-1]),
+        loss_fn_inputs={name: types.TensorData.from_torch(value) for name, value in inputs.items()},
+    )
+    logprobs = plain(torch.tensor([TEXTS[0][:-1]])).logits[0].log_softmax(-1)
+    named = logprobs.gather(1, targets).exp()
+    ours = torch.cat([named, 1 - named.sum(1, keepdim=True)], 1)
+    theirs = torch.tensor([0.75, 0.2, 0.05])
+    wanted = inputs["weights"] * (ours * (ours.log() - theirs.log())).sum(1)
+    found = training.forward_backward([text], "reverse_kl").result()
+    assert found.metrics["loss:sum"] == pytest.approx(float(wanted.sum()), rel=1e-4)
+    (output,) = found.loss_fn_outputs
+    assert output["elementwise_loss"].data == pytest.approx(wanted.tolist(), rel=1e-3, abs=1e-6)
+    assert output["logprobs"].to_torch().shape == (4, 2)
+    settings = {"entropy_bonus": 0.5}
+    sampled = datum(TEXTS[0], logprobs=[-1.0] * 4, advantages=[1.0] * 4)
+    plainly, rewarded = (
+        training.forward([sampled], "ppo", one).result().metrics["loss:sum"] for one in (None, settings)
+    )
+    entropy = -(logprobs.exp() * logprobs).sum()
+    assert plainly - rewarded == pytest.approx(0.5 * float(entropy), rel=1e-4)
+    assert training.optim_step(types.AdamParams()).result().metrics["grad_norm:mean"] > 0
+
+
 def test_samples(client: Any, tokenizer: Any) -> None:
     sampler = client.create_sampling_client(base_model=NAME).result()
     prompt = types.ModelInput.from_ints(TEXTS[1])

@@ -208,7 +208,20 @@ async def test_a_key_has_so_many_sessions_and_samplers(monkeypatch: pytest.Monke
     first, other, _, last = (sessions.open(tenant) for tenant in ("anna", "ben", "anna", "anna"))
     assert dropped == [first]
     assert sessions.get("ben", other.session_id) is other
-    assert sessions.add_sampler(last, Sampler("a", None)) is None
-    surplus = sessions.add_sampler(last, Sampler("b", None))
-    assert surplus is not None
+    assert sessions.add_sampler(last, Sampler("a", None)) == []
+    (surplus,) = sessions.add_sampler(last, Sampler("b", None))
     assert surplus.sampler_id == "a"
+
+
+async def test_samplers_of_a_key_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.sessions._MAX_SAMPLER_BYTES", 100)
+    now = iter(range(100))
+    sessions = Sessions(lambda session: None, lambda: float(next(now)))
+    first, second, other = (sessions.open(tenant) for tenant in ("anna", "anna", "ben"))
+    assert sessions.add_sampler(first, Sampler("a", None, 60)) == []
+    assert sessions.add_sampler(other, Sampler("of another key", None, 90)) == []
+    assert sessions.add_sampler(second, Sampler("b", None, 40)) == []
+    # The oldest of the key go, in whichever of its sessions they are; the new one stays however large it is.
+    assert [one.sampler_id for one in sessions.add_sampler(second, Sampler("c", None, 50))] == ["a"]
+    assert [one.sampler_id for one in sessions.add_sampler(first, Sampler("d", None, 500))] == ["b", "c"]
+    assert (list(first.samplers), list(second.samplers), list(other.samplers)) == (["d"], [], ["of another key"])

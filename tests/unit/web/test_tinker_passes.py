@@ -56,7 +56,7 @@ class Recorded:
 
 
 @pytest.fixture
-async def passes() -> AsyncIterator[tuple[Passes, Recorded]]:
+async def passes() -> AsyncIterator[tuple[Any, Recorded]]:
     with ThreadPoolExecutor(2) as threads:
         one, joint = Passes(None, FairLock(places=2), threads), Recorded()
         one._joint = joint  # type: ignore[assignment]
@@ -72,7 +72,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def under_way(passes: tuple[Passes, Recorded]) -> asyncio.Task[Any]:
+async def under_way(passes: tuple[Any, Recorded]) -> asyncio.Task[Any]:
     """A pass that others have to wait for, until the event is set."""
     one, joint = passes
     joint.free.clear()
@@ -81,7 +81,7 @@ async def under_way(passes: tuple[Passes, Recorded]) -> asyncio.Task[Any]:
     return task
 
 
-async def test_those_that_wait_share_a_pass(passes: tuple[Passes, Recorded]) -> None:
+async def test_those_that_wait_share_a_pass(passes: tuple[Any, Recorded]) -> None:
     one, joint = passes
     first = await under_way(passes)
     models = [Tuner() for _ in range(3)]
@@ -95,7 +95,7 @@ async def test_those_that_wait_share_a_pass(passes: tuple[Passes, Recorded]) -> 
     assert sorted(len(each) for each in joint.passes) == [1, 1, 3]
 
 
-async def test_passes_are_bounded(passes: tuple[Passes, Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_passes_are_bounded(passes: tuple[Any, Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_plugins.web.tinker.passes._MAX_TOKENS", 10)
     one, joint = passes
     first = await under_way(passes)
@@ -110,7 +110,7 @@ async def test_passes_are_bounded(passes: tuple[Passes, Recorded], monkeypatch: 
 
 
 async def test_a_key_with_many_models_does_not_go_first(
-    passes: tuple[Passes, Recorded], monkeypatch: pytest.MonkeyPatch
+    passes: tuple[Any, Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm_plugins.web.tinker.passes._MAX_CALLS", 2)
     one, joint = passes
@@ -126,7 +126,7 @@ async def test_a_key_with_many_models_does_not_go_first(
     assert joint.passes[1][0] is model
 
 
-async def test_a_fault_is_its_own_clients(passes: tuple[Passes, Recorded]) -> None:
+async def test_a_fault_is_its_own_clients(passes: tuple[Any, Recorded]) -> None:
     one, joint = passes
     first = await under_way(passes)
     sound, odd = Tuner(), Tuner()
@@ -139,7 +139,7 @@ async def test_a_fault_is_its_own_clients(passes: tuple[Passes, Recorded]) -> No
     assert found[2] == [sound]
 
 
-async def test_who_leaves_does_not_take_the_others_along(passes: tuple[Passes, Recorded]) -> None:
+async def test_who_leaves_does_not_take_the_others_along(passes: tuple[Any, Recorded]) -> None:
     one, joint = passes
     first = await under_way(passes)
     models = [Tuner() for _ in range(3)]
