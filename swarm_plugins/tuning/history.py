@@ -23,7 +23,7 @@ class Tally:
     num_rewards: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    """In which the model was computed."""
+    """Until the calls were answered, once it was their turn."""
 
     @classmethod
     def of(cls, datums: Sequence[Datum], results: Sequence[Computed], seconds: float) -> Tally:
@@ -60,7 +60,7 @@ class Point:
     reward: float | None
     """Mean of a text; None if none was sent."""
     tokens_per_s: float
-    """Tokens of texts, while they were computed."""
+    """Tokens of texts, while calls were answered."""
 
 
 class History:

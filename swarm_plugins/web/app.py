@@ -104,7 +104,7 @@ def create_app(
     if training is not None:
         app.include_router(tinker_router(training))
     app.include_router(metrics_router(engine, training))
-    app.include_router(page_router(chat=True))
+    app.include_router(page_router(chat=True, training=training is not None))
     app.add_middleware(Access, settings=settings, max_values=_MAX_VALUES + prompts.context)
     return app
 

@@ -29,6 +29,8 @@ class TrainingCollector(Collector):
         trainers, sessions = self._service.trainers, self._service.sessions
         yield GaugeMetricFamily("swarm_api_training_models", "Models in training.", sessions.num_trainings)
         yield GaugeMetricFamily("swarm_api_training_samplers", "Models to sample from.", sessions.num_samplers)
+        num_open = self._service.futures.num_open()
+        yield GaugeMetricFamily("swarm_api_training_open_calls", "Calls that wait or are computed.", num_open)
         yield CounterMetricFamily("swarm_api_training_steps", "Steps of optimizers.", trainers.num_steps)
         tokens = CounterMetricFamily("swarm_api_training_tokens", "Tokens of texts.", labels=["kind"])
         for kind, number in trainers.num_tokens.items():

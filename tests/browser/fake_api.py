@@ -98,6 +98,28 @@ def broken() -> dict[str, Any]:
     )
 
 
+def running(num_steps: int = 40, *, has_reward: bool = True) -> dict[str, Any]:
+    """Returns what `/api/v1/progress` says of a run: it learns."""
+    points = [
+        {
+            "step": step,
+            "loss": 3.3 * 0.9**step + 0.1 * (step % 3),
+            "reward": step / (step + 9) if has_reward else None,
+            "tokens_per_s": 900.0 + 40 * (step % 4),
+        }
+        for step in range(1, num_steps + 1)
+    ]
+    return {
+        "run": f"{num_steps:032x}:train:0",
+        "model": MODEL,
+        "rank": 16,
+        "started": time.time() - 900,
+        "notes": {"recipe": "math"},
+        "num_steps": num_steps,
+        "points": points,
+    }
+
+
 @dataclass
 class Answer:
     """What the API says to one request."""
@@ -124,6 +146,7 @@ class FakeApi:
     state: dict[str, Any] | None = field(default_factory=healthy)
     """None: 404."""
     state_status: int = 200
+    progress: dict[str, Any] = field(default_factory=lambda: {"runs": [running()], "num_open": 0})
     is_hanging: bool = False
     """The state comes only when the test lets it go on."""
     key: str = ""
@@ -134,12 +157,13 @@ class FakeApi:
     """A browser has ended an answer before its end."""
     address: str = ""
 
-    def app(self, *, chat: bool = True) -> FastAPI:
+    def app(self, *, chat: bool = True, training: bool = True) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        app.include_router(page_router(chat))
+        app.include_router(page_router(chat, training))
         app.add_api_route("/v1/models", self._models, response_model=None)
         app.add_api_route("/v1/chat/completions", self._completions, methods=["POST"], response_model=None)
         app.add_api_route("/api/v1/state", self._state, response_model=None)
+        app.add_api_route("/api/v1/progress", self._progress, response_model=None)
         return app
 
     def _is_refused(self, request: Request) -> bool:
@@ -160,6 +184,9 @@ class FakeApi:
         if self.state is None:
             return refusal(404, "Not Found")
         return JSONResponse({**self.state, "surveyed_at": time.time()}, status_code=self.state_status)
+
+    async def _progress(self, request: Request) -> Response:
+        return refusal(401, "an API key is needed") if self._is_refused(request) else JSONResponse(self.progress)
 
     async def _completions(self, request: Request) -> Response:
         if self._is_refused(request):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from axe_core_python.selenium import Axe
-from fake_api import Answer, FakeApi, broken
+from fake_api import Answer, FakeApi, broken, running
 from page_kit import Page
 from selenium.webdriver.common.keys import Keys
 
@@ -15,7 +15,7 @@ LOOKS = {
     "dark": {"width": 1200, "dark": True},
     "phone": {"width": 320, "height": 640, "dark": False},
 }
-VIEWS = ["welcome", "talk", "swarm"]
+VIEWS = ["welcome", "talk", "swarm", "training"]
 
 
 def bring(page: Page, api: FakeApi, view: str) -> None:
@@ -23,6 +23,10 @@ def bring(page: Page, api: FakeApi, view: str) -> None:
     if view == "swarm":
         api.state = broken()
         page.open("swarm").wait_text(".gap", "no server")
+        return
+    if view == "training":
+        api.progress = {"runs": [running(), running(1, has_reward=False), running(0)], "num_open": 2}
+        page.open("training").wait_text("#runs", "No step yet")
         return
     page.open().click("#toggle")
     page.wait_text("#welcome-title", "Talk with")

@@ -201,9 +201,9 @@ def test_everything_can_be_done_by_keyboard(page: Page, api: FakeApi) -> None:
     assert api.asked[0]["messages"][-1]["content"] == "One line\nanother"
 
 
-def test_without_a_swarm_there_is_one_view(page: Page, api: FakeApi) -> None:
+def test_without_a_swarm_there_is_no_view_of_it(page: Page, api: FakeApi) -> None:
     api.state = None
     page.open("swarm")
     page.wait_text("#welcome-title", "Talk with SmolLM2")
-    page.wait(lambda: not page.is_shown("nav a"), "there is a second view")
+    page.wait(lambda: not page.is_shown("nav a[href='#swarm']"), "there is a view of it")
     assert not page.is_shown("#trust")

@@ -27,16 +27,18 @@ _LIBRARY_HEADERS = {**_HEADERS, "Cache-Control": "public, max-age=31536000, immu
 """Their names have their versions."""
 
 
-def page_router(chat: bool) -> APIRouter:
+def page_router(chat: bool, training: bool = False) -> APIRouter:
     """Returns the routes of the page, ``/`` and ``/page/...``.
 
     The page asks ``/api/v1/state`` for the swarm, and with ``chat`` the API of OpenAI for models and answers, all
-    relative to its own address. Without ``/api/v1/state`` it shows no swarm.
+    relative to its own address. Without ``/api/v1/state`` it shows no swarm. With ``training`` it asks for runs, at
+    ``/api/v1/progress``.
     """
     folder = files(__name__)
     index = (folder / "index.html").read_text(encoding="utf-8")
     router = APIRouter()
-    index = index.replace('data-chat=""', f'data-chat="{"on" if chat else "off"}"')
+    for name, has in (("chat", chat), ("training", training)):
+        index = index.replace(f'data-{name}=""', f'data-{name}="{"on" if has else "off"}"')
     _add(router, "/", index.encode(), "text/html", _HEADERS)
     for part, headers in (("", _HEADERS), ("vendor/", _LIBRARY_HEADERS)):
         for file in (folder / part).iterdir():

@@ -13,15 +13,17 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Makes an element of a drawing. */
+export function drawn(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
 /** Makes an icon of icons.svg, in the color of the text. */
 export function icon(name) {
-  const namespace = "http://www.w3.org/2000/svg";
-  const [glyph, use] = ["svg", "use"].map((tag) => document.createElementNS(namespace, tag));
-  glyph.setAttribute("class", "glyph");
-  glyph.setAttribute("aria-hidden", "true");
-  use.setAttribute("href", `page/icons.svg#${name}`);
-  glyph.append(use);
-  return glyph;
+  return drawn("svg", { class: "glyph", "aria-hidden": "true" }, drawn("use", { href: `page/icons.svg#${name}` }));
 }
 
 /** Changes a text only if it differs, so that nothing is drawn, selected or read aloud anew. */
@@ -192,7 +194,9 @@ export function commandLine(command, what) {
 // -- views ------------------------------------------------------------------------------------------------------------
 
 const watchers = [];
-const views = document.body.dataset.chat === "on" ? ["talk", "swarm"] : ["swarm"];
+const TITLES = { talk: "Talk · swarm", swarm: "Swarm", training: "Training · swarm" };
+const { chat, training } = document.body.dataset;
+const views = [...(chat === "on" ? ["talk"] : []), "swarm", ...(training === "on" ? ["training"] : [])];
 let shown = "";
 let rest = "";
 
@@ -218,9 +222,9 @@ function route() {
     if (name === next) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  for (const name of ["talk", "swarm"]) $(`view-${name}`).hidden = name !== next;
+  for (const name of Object.keys(TITLES)) $(`view-${name}`).hidden = name !== next;
   document.body.dataset.view = next;
-  document.title = next === "talk" ? "Talk · swarm" : "Swarm";
+  document.title = TITLES[next];
   shown = next;
   rest = peer;
   for (const [name, callback] of watchers) callback(name === next ? rest : null);

@@ -91,6 +91,10 @@ class Futures:
             raise ApiError("the session of this request has ended", status=410)
         return found.task.result()
 
+    def num_open(self, tenant: str | None = None) -> int:
+        """Returns how many answers are under way: of one key, or of all."""
+        return sum(not one.task.done() for one in self._by_id.values() if tenant in (None, one.tenant))
+
     def forget(self, owner: Hashable) -> None:
         """Drops all answers of an owner; what is under way ends."""
         for request_id in [known for known, one in self._by_id.items() if one.owner == owner]:

@@ -14,6 +14,7 @@ from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker import bodies
 from swarm_plugins.web.tinker.futures import Answer
 from swarm_plugins.web.tinker.listing import listing_router
+from swarm_plugins.web.tinker.progress import progress_router
 from swarm_plugins.web.tinker.service import TinkerService
 from swarm_plugins.web.tinker.sessions import Session
 from swarm_plugins.web.tinker.wire import read_request
@@ -32,6 +33,7 @@ def tinker_router(service: TinkerService) -> APIRouter:
     for add in (_add_sessions, _add_models, _add_steps, _add_weights, _add_samplers):
         add(router, service)
     router.include_router(listing_router(service.store, service.publisher))
+    router.include_router(progress_router(service))
     return router
 
 

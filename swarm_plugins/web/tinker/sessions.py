@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from swarm_plugins.errors import printable
 from swarm_plugins.tuning.checkpoints import RunFacts
+from swarm_plugins.tuning.history import History
 from swarm_plugins.tuning.tuner import Tuner
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker.line import Line
@@ -29,6 +30,7 @@ class Training:
     facts: RunFacts
     tuner: Tuner
     line: Line = field(default_factory=Line)
+    history: History = field(default_factory=History)
 
 
 @dataclass
@@ -148,6 +150,11 @@ class Sessions:
         oldest = self._clock() - SESSION_S
         for session in [one for one in self._by_id.values() if one.heard < oldest]:
             self.end(session)
+
+    def trainings(self, tenant: str) -> list[Training]:
+        """Returns a key's models in training, the newest first."""
+        found = [training for one in self._of(tenant) for training in one.trainings.values()]
+        return sorted(found, key=lambda one: -one.facts.started)
 
     @property
     def num_trainings(self) -> int:

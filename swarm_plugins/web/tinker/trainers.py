@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, saved_adapter
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import TextBounds, check_datums
+from swarm_plugins.tuning.history import Tally
 from swarm_plugins.tuning.joint import Call
 from swarm_plugins.tuning.optimizer_file import load_optimizer
 from swarm_plugins.tuning.snapshots import snapshot
@@ -130,7 +132,10 @@ class Trainers:
                 if backward:
                     training.tuner.fail(str(exc))
                 raise
+            began = time.monotonic()
             computed = await self._passes.compute(training.facts.owner, call, backward=backward)
+            if backward:
+                training.history.add(Tally.of(call.datums, computed, time.monotonic() - began))
             kind = "forward_backward" if backward else "forward"
             self.num_tokens[kind] += sum(len(datum.tokens) for datum in call.datums)
             return await anyio.to_thread.run_sync(computed_message, computed)
@@ -143,7 +148,17 @@ class Trainers:
             if other is not None:
                 raise ConfigError(f"the optimizer {printable(other.type[:100])!r} is not known here: use AdamParams")
             params = adam_of(settings)
-            metrics = await self._run(training.facts.owner, lambda: training.tuner.step(params))
+
+            def work() -> dict[str, float]:
+                began = time.monotonic()
+                found = training.tuner.step(params)
+                training.history.step(training.tuner.num_steps, time.monotonic() - began)
+                return found
+
+            try:
+                metrics = await self._run(training.facts.owner, work)
+            finally:
+                training.history.drop()
             self.num_steps += 1
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}
 

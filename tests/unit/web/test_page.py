@@ -92,11 +92,11 @@ def test_nothing_else_is_served() -> None:
     assert get(app_of(), "/", "POST").status == 405
 
 
-def test_the_page_knows_whether_it_may_talk() -> None:
+def test_the_page_knows_what_the_server_has() -> None:
     talking = FastAPI()
-    talking.include_router(page_router(chat=True))
-    assert b'<body data-chat="on">' in get(talking, "/").body
-    assert b'<body data-chat="off">' in get(app_of(), "/").body
+    talking.include_router(page_router(chat=True, training=True))
+    assert b'<body data-chat="on" data-training="on">' in get(talking, "/").body
+    assert b'<body data-chat="off" data-training="off">' in get(app_of(), "/").body
 
 
 def test_the_state_is_json_that_is_not_kept() -> None:

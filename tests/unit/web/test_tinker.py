@@ -407,7 +407,21 @@ def test_what_is_trained_is_counted(url: str, client: Any) -> None:
     found = httpx2.get(f"{url}/metrics", headers={"X-API-Key": KEYS[0]}).text
     assert "swarm_api_training_models 1.0" in found
     assert "swarm_api_training_steps_total 1.0" in found
+    assert "swarm_api_training_open_calls 0.0" in found
     assert f'swarm_api_training_tokens_total{{kind="forward_backward"}} {sum(map(len, TEXTS)) - 3}.0' in found
+
+
+def test_a_run_is_seen_by_its_key(url: str, client: Any) -> None:
+    training = trained(client, steps=1)
+    for reward in (0.25, 0.75):
+        training.forward_backward([datum(TEXTS[0], reward=[reward])], "cross_entropy").result()
+    training.optim_step(types.AdamParams()).result()
+    anns, bens = (httpx2.get(f"{url}/api/v1/progress", headers={"X-API-Key": key}).json() for key in KEYS)
+    (run,) = anns["runs"]
+    assert bens["runs"] == []
+    assert (run["num_steps"], run["rank"], anns["num_open"]) == (2, 4, 0)
+    assert [(one["step"], one["reward"]) for one in run["points"]] == [(1, None), (2, 0.5)]
+    assert all(one["loss"] > 0 and one["tokens_per_s"] > 0 for one in run["points"])
 
 
 def test_an_adapter_is_downloaded_without_a_key(client: Any, rest: Any, plain: Any, tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ def test_a_published_checkpoint_is_a_version_with_its_card(
                 rest.publish_checkpoint_from_tinker_path(path).result()
         folder = tmp_path / "state" / "runs" / path.removeprefix("tinker://")
         assert publishing.version_of(folder) == "me/runs@v1"
-        found = find_adapters(base_version(model), endpoint=hub.endpoint)
+        version = base_version(model)
+        assert version is not None
+        found = find_adapters(version, endpoint=hub.endpoint)
         assert [(one.repo_id, one.tag) for one in found] == [("me/runs", "v1")]
         api = HfApi(endpoint=hub.endpoint, token="local")
         assert set(api.list_repo_files("me/runs")) >= {"README.md", "swarm.json"}
