@@ -11,6 +11,7 @@ import typer
 from swarm_plugins.cli.support.arguments import Revision
 from recipes.benchmarks.network.command import network
 from recipes.benchmarks.packs.command import packs
+from recipes.benchmarks.papers import command as papers
 from recipes.benchmarks.formats.command import formats
 from recipes.benchmarks.command import PROGRAM, Json, ModelFolder, NewTokens, Rounds, Servers, check_json, measure, show
 from swarm_plugins.cli.support.output import one_sentence_errors
@@ -505,6 +506,7 @@ def privacy(
 app.command()(network)
 app.command()(packs)
 app.command()(formats)
+papers.add_commands(app)
 
 
 def main() -> None:
