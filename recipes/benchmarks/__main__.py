@@ -13,6 +13,7 @@ from recipes.benchmarks.formats.command import formats
 from recipes.benchmarks.mixture.command import mixture
 from recipes.benchmarks.network.command import network
 from recipes.benchmarks.packs.command import packs
+from recipes.benchmarks.papers import command as papers
 from recipes.benchmarks.widths.command import widths
 from swarm_plugins.noise import no_bars_in_pipes
 
@@ -31,6 +32,7 @@ for command in (
     placements.placement,
 ):
     app.command()(command)
+papers.add_commands(app)
 
 
 def main() -> None:

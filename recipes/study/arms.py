@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm_plugins.errors import ConfigError
 from recipes.study.settings import Run, Shape, Teaching, Training
@@ -58,6 +58,12 @@ CLAIMS = (
     Claim("staged distillation beats none", "student-staged", "student", "4.2"),
     Claim("staged distillation beats full", "student-staged", "student-full", "4.2"),
     Claim("staged student closes half of the gap to its teacher", "student-staged", "pr-moe", "4.2", "student"),
+    Claim("32 experts beat 8", "standard", "top-1", "3"),
+    Claim("MoE beats dense of 1.25 times the width", "standard", "dense-1.25x", "3"),
+    Claim("MoE keeps half of the gain of dense with 4 times the compute", "standard", "dense-2x", "3", "dense"),
+    Claim("no distillation beats full distillation at the end", "student", "student-full", "4.2"),
+    Claim("PR-MoE beats the pyramid alone", "pr-moe", "pyramid", "4.1.4"),
+    Claim("staged distillation beats none with all of its compute", "student-staged", "student-long", "4.2"),
 )
 
 
@@ -68,10 +74,12 @@ class Plan:
     Args:
         training: The same for all arms.
         vocab_size: Tokens of the BPE.
-        width: Hidden size; the two larger dense models have more.
+        width: Hidden size; the three larger dense models have more.
         experts: Experts of a layer of the simple comparisons; PR-MoE has half of them, then as many.
         standard_experts: Experts of a layer of the standard MoE.
         staged_until: Share of the steps that the staged student has its teacher.
+        long_times: Steps of a student without a teacher in those of the others, so that it takes the processor time
+            of the staged student and of its teacher's training together.
 
     Raises:
         ConfigError: If a width cannot be divided into heads.
@@ -83,6 +91,7 @@ class Plan:
     experts: int = 8
     standard_experts: int = 32
     staged_until: float = 0.6
+    long_times: float = 2.7
 
     def __post_init__(self) -> None:
         odd = [shape.width for shape in self.shapes().values() if shape.width % (2 * shape.heads)]
@@ -106,6 +115,8 @@ class Plan:
             "pr-moe": self._shape((0, few, 0, many), residual=True),
             "dense-1.25x": self._shape((0, 0, 0, 0), times=1.25),
             "dense-1.5x": self._shape((0, 0, 0, 0), times=1.5),
+            "dense-2x": self._shape((0, 0, 0, 0), times=2.0),
+            "pyramid": self._shape((0, few, 0, many)),
         }
 
     def runs(self, seed: int, corpus: str) -> dict[str, Run]:
@@ -129,7 +140,11 @@ class Plan:
             "student": run(student),
             "student-full": run(student, 1.0),
             "student-staged": run(student, self.staged_until),
+            "student-long": replace(run(student), training=self._long()),
         }
+
+    def _long(self) -> Training:
+        return replace(self.training, steps=round(self.long_times * self.training.steps))
 
     def _shape(self, experts: tuple[int, ...], *, residual: bool = False, picks: int = 1, times: float = 1.0) -> Shape:
         width = int(self.width * times)

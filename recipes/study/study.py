@@ -72,7 +72,7 @@ class Study:
         """
         arms = self.plan.runs(self.seeds[0], "")
         claimed = {arm for claim in CLAIMS for arm in claim.arms}
-        # Students last, because teachers cost time; the larger dense models are in no claim.
+        # Students last, because teachers cost time; one of the larger dense models is in no claim.
         ranks = {arm: 3 if arm not in claimed else 2 if arm.startswith("student") else 1 for arm in arms}
         pairs = [(seed, arm) for seed in self.seeds for arm in arms]
         return sorted(pairs, key=lambda pair: 0 if pair[0] == self.seeds[0] else ranks[pair[1]])

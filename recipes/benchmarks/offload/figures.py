@@ -57,6 +57,8 @@ class ArmFigures:
     tokens_per_s: float
     spread: tuple[float, float]
     """The slowest and the fastest round."""
+    rates: tuple[float, ...] = ()
+    """Tokens a second of each round, in order."""
     read_bytes: float
     """Bytes read from disk per token."""
     cpu_s: float

@@ -199,6 +199,7 @@ def _figures(arm: ArmName, process: ArmProcess) -> ArmFigures:
         arm=arm,
         tokens_per_s=1 / statistics.median(seconds),
         spread=(1 / max(seconds), 1 / min(seconds)),
+        rates=tuple(1 / one for one in seconds),
         read_bytes=statistics.median(done.read_bytes for done in rounds),
         cpu_s=statistics.median(done.cpu_s for done in rounds),
         hit_ratio=median("hit_ratio"),

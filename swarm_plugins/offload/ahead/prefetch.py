@@ -43,7 +43,7 @@ def install_prefetch(model: nn.Module, cache: BoundedCache) -> None:
     Routers that need inputs not known early (token ids, another layer's state) are left alone: their layers are not
     guessed.
     """
-    routers = _routers(model)
+    routers = find_routers(model)
     layers = sorted(cache.num_experts)
     if len(routers) != len(layers):
         log.info("no speculative loading: %d routers found for %d layers of experts", len(routers), len(layers))
@@ -207,7 +207,7 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape[-1], one.dtype, one.device) == (other.shape[-1], other.dtype, other.device)
 
 
-def _routers(model: nn.Module) -> list[nn.Module]:
+def find_routers(model: nn.Module) -> list[nn.Module]:
     """Returns the routers next to experts, in the order of the model's modules."""
     found: list[nn.Module] = []
     for module in model.modules():

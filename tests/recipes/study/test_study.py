@@ -23,7 +23,7 @@ from recipes.study.study import FIGURES, REPORT, Study
 from recipes.study.training import Place
 from swarm_plugins.errors import ConfigError
 
-DEADLINE_S = 200
+DEADLINE_S = 900
 
 
 def study_in(folder: Path) -> Study:
@@ -57,13 +57,13 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
     study = study_in(tmp_path)
     study.train(jobs=1)
     after = results(tmp_path)
-    assert len(after) == 13
+    assert len(after) == 16
     assert {file: after[file] for file in before} == before
 
     study.measure_cost(rounds=1, tokens=2, rows=2)
     figures = study.report(tmp_path / "report")
     assert figures["missing"] == []
-    assert len(figures["arms"]) == 13
+    assert len(figures["arms"]) == 16
     assert len(figures["cost"]["arms"]) == 6
     assert json.loads((tmp_path / "report" / FIGURES).read_text()) == json.loads(json.dumps(figures))
     tables = (tmp_path / "report" / REPORT).read_text()
@@ -76,7 +76,7 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
 def test_missing_runs_are_named_and_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_corpus(tmp_path, monkeypatch)
     figures = study_in(tmp_path).report(tmp_path)
-    assert len(figures["missing"]) == 13
+    assert len(figures["missing"]) == 16
     tables = as_markdown(figures)
     assert "student-staged, seed 0" in tables
     assert len(re.findall(r"\| not run \|", tables)) == len(CLAIMS)

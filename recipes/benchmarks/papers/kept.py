@@ -1,0 +1,22 @@
+"""The records that are kept beside the docs: each draws its picture and makes its tables again."""
+
+from __future__ import annotations
+
+from recipes.benchmarks.papers.ranks import RANKS
+from recipes.benchmarks.papers.shown import PICTURES, Shown
+from recipes.benchmarks.papers.sizes import SIZES
+
+KEPT: tuple[Shown, ...] = (RANKS, SIZES)
+
+
+def main() -> None:
+    """Draws all pictures again and prints the tables and verdicts for the pages."""
+    for shown in KEPT:
+        figures = shown.kept()
+        shown.draw_to(PICTURES / f"{shown.name}.svg", figures)
+        print(f"\n<!-- {shown.page}: {shown.name} -->")
+        print("\n\n".join([*(rows.as_markdown() for rows in shown.tables(figures)), *shown.verdicts(figures)]))
+
+
+if __name__ == "__main__":
+    main()
