@@ -78,8 +78,7 @@ def test_packed_weights_count_as_what_they_become(way: str, tmp_path: Path) -> N
     is_gguf = way.startswith("Q")
     path, _ = save_gguf("mixtral", way, tmp_path) if is_gguf else save_published(way, "mixtral", tmp_path)
     moe = MoeCheckpoint.open(path, dtype=torch.bfloat16)
-    moe.checkpoint.config.dtype = torch.bfloat16
-    sizes = model_sizes(moe.checkpoint, context_tokens=CONTEXT)
+    sizes = model_sizes(moe.checkpoint, context_tokens=CONTEXT, dtype=torch.bfloat16)
     rest = moe.load_rest(torch.device("cpu"))
     linears = [module for module in rest.modules() if isinstance(module, PackedLinear)]
     packed = {id(one): one for linear in linears for one in linear.buffers()}
