@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from swarm_plugins.blocks.attending import SDPA, attend
 from swarm_plugins.blocks.calls import BlockList, CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
+from swarm_plugins.weights.joining import join
 from swarm_plugins.weights.kernels.plain import are_few, product_of_few
 from swarm_plugins.weights.linears import PackedLinear
 from swarm_plugins.weights.plain_linears import FewRowsLinear, has_plain_weight
@@ -232,7 +233,7 @@ class JoinedLinear:
     """Linear layers with the same input, as one product where all of them are plain and no adapter is on one.
 
     Many rows are not joined: products take far longer than calls. Nor are 16-bit types and passes with a backward: they
-    would round otherwise.
+    would round otherwise. Layers in 4 bits are joined as far as `join` does.
 
     Args:
         parts: The layers.
@@ -249,6 +250,7 @@ class JoinedLinear:
         # Transposed here: a view less for each product.
         self._weight = _join([part.weight for part in parts]).t() if is_plain else None
         self._bias = _join([part.bias for part in parts]) if is_plain and parts[0].bias is not None else None
+        self._packed = join(parts)
         encodings = [part.encoding if isinstance(part, PackedLinear) else None for part in parts]
         self._encoding = encodings[0] if len({type(one) for one in encodings}) == 1 else None
 
@@ -265,7 +267,11 @@ class JoinedLinear:
     def joined(self, rows: Tensor, product: Product) -> Tensor | None:
         """Returns all results, one behind the other in the last dimension; None if they are not joined."""
         # The gradient of the input would be one sum instead of several, and round otherwise.
-        if self._weight is None or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            return None
+        if self._packed is not None:
+            return None if self._is_patched() else cast(Tensor, self._packed(rows))
+        if self._weight is None:
             return None
         if product is not onednn_product and rows.shape[0] > self._most_rows:
             return None

@@ -63,6 +63,16 @@ class PackedLinear(nn.Linear):
         self.register_parameter("bias", bias)
 
     @property
+    def kernel(self) -> Kernel:
+        """What forms the products."""
+        return self._kernel
+
+    def take(self, parts: Mapping[str, Tensor]) -> None:
+        """Replaces parts of the weight by tensors with the same values that lie elsewhere."""
+        for name, tensor in parts.items():
+            getattr(self, tensor_name(name)).data = tensor
+
+    @property
     def parts(self) -> Mapping[str, Any]:
         """The parts of the weight that products use."""
         if self._kernel.is_opaque:

@@ -29,8 +29,8 @@ from swarm_plugins.weights.fitting import codes_of, fit, round_to_nearest
 from swarm_plugins.weights.stored import Part, QuantizingFormat
 from swarm_plugins.weights.widths import GROUP_SIZES
 
-_TILE_ROWS = 64
-_HALF = _TILE_ROWS // 2
+TILE_ROWS = 64
+_HALF = TILE_ROWS // 2
 # Of every half byte, eight bytes at a time. A shift drags in bits of the neighbor: they are masked away.
 _LOW_TWO_BITS = 0x3333333333333333
 _LOW_BIT = 0x1111111111111111
@@ -60,7 +60,7 @@ class GroupedFormat(QuantizingFormat):
         """Returns the parts with codes that take up to 4 bits."""
         rows, columns = self.padded_shape
         return (
-            Part("codes", torch.uint8, (rows // _TILE_ROWS, columns * _TILE_ROWS * bits // 8)),
+            Part("codes", torch.uint8, (rows // TILE_ROWS, columns * TILE_ROWS * bits // 8)),
             *self.grid_parts,
         )
 
@@ -82,11 +82,11 @@ class GroupedFormat(QuantizingFormat):
     @cached_property
     def padded_shape(self) -> tuple[int, int]:
         rows, columns = self.shape
-        return -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+        return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         padded = self._padded(weight.detach())
-        chunk = max(_TILE_ROWS, _CHUNK_WEIGHTS // padded.shape[1] // _TILE_ROWS * _TILE_ROWS)
+        chunk = max(TILE_ROWS, _CHUNK_WEIGHTS // padded.shape[1] // TILE_ROWS * TILE_ROWS)
         levels, choose = 1 << self.bits, fit if is_fitted else round_to_nearest
         chosen = [torch.cat(choose(self._groups(piece), levels), dim=2) for piece in padded.split(chunk)]
         parts = self.keep(*torch.cat(chosen).transpose(0, 1).unbind(2))

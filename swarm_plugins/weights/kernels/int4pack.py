@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.weights.formats.groups import GroupedFormat, from_tiles, to_tiles, unfold
+from swarm_plugins.weights.formats.groups import TILE_ROWS, GroupedFormat, from_tiles, to_tiles, unfold
 from swarm_plugins.weights.kernel import Kernel
 from swarm_plugins.weights.stored import Part
 
-_TILE_ROWS = 64
 _LEAST_GROUP = 32
 MOST_ROWS = 64
 """Rows of activations beyond which widening the weight once takes less time."""
@@ -69,11 +68,15 @@ class Int4PackKernel(Kernel):
         group = self.format.group_size
         if (repeats := _LEAST_GROUP // group) > 1:
             # Groups too small for torch's product stand there several times, and get inputs of zero all but once.
-            tiles = tiles.view(len(tiles), -1, 1, group * _TILE_ROWS // 2).expand(-1, -1, repeats, -1).reshape(-1)
+            tiles = tiles.view(len(tiles), -1, 1, group * TILE_ROWS // 2).expand(-1, -1, repeats, -1).reshape(-1)
             inputs = functional.pad(inputs.view(-1, width // group, group), (0, (repeats - 1) * group)).flatten(1)
             group, width = repeats * group, repeats * width
         product = torch._weight_int4pack_mm_for_cpu(
-            inputs.contiguous(), tiles.view(height, width // 2), group, self.format.grids(parts)
+            # Scales of a layer that is joined with others are a view of theirs.
+            inputs.contiguous(),
+            tiles.view(height, width // 2),
+            group,
+            self.format.grids(parts).contiguous(),
         )
         return product if height == self.format.shape[0] else product[:, : self.format.shape[0]]
 
@@ -86,6 +89,6 @@ def takes_groups(stored: GroupedFormat) -> bool:
 @lru_cache(maxsize=1)
 def is_native_order() -> bool:
     """Returns whether this CPU's product reads codes in the stored order."""
-    codes = torch.randint(16, (_TILE_ROWS, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    codes = torch.randint(16, (TILE_ROWS, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     return torch.equal(packed.flatten(), to_tiles(codes.to(torch.uint8)).flatten())
