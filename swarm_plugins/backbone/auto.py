@@ -97,7 +97,7 @@ class _AutoSwarm:
         settings = None if connection is not None else resolve_place(initial_peers, swarm, offload)
         if isinstance(settings, OnThisMachine):
             checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
-            _check_changes(config_changes, checkpoint.config)
+            _check_changes(config_changes, checkpoint.config, _INSTEAD_HERE)
             return load_here(
                 class_for_task(checkpoint.config, cls._what, cls._mapping),
                 checkpoint,
@@ -114,7 +114,7 @@ class _AutoSwarm:
             config = dataclasses.replace(config, local_blocks=local_blocks)
         checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
         _check_not_store(checkpoint)
-        _check_changes(config_changes, checkpoint.config)
+        _check_changes(config_changes, checkpoint.config, _INSTEAD)
         base_class = class_for_task(checkpoint.config, cls._what, cls._mapping)
         num_blocks = num_blocks_of(checkpoint.config)
         check_local_blocks(config.local_blocks, num_blocks, checkpoint.name)
@@ -174,6 +174,16 @@ _INSTEAD = {
     "trust_remote_code": "code out of a repository is never run, only transformers' own classes are; leave it out",
 }
 """What to do instead of arguments that transformers' ``from_pretrained`` takes."""
+_WIDTH_HERE = "experts are kept in few bits by offload='fast=8GB,bits=4'; leave it out"
+_INSTEAD_HERE = _INSTEAD | {
+    "attn_implementation": "blocks attend as transformers chooses for this machine; leave it out",
+    "device_map": "device= says where the model runs, and offload='fast=8GB' leaves experts on disk; leave it out",
+    "load_in_4bit": _WIDTH_HERE,
+    "load_in_8bit": _WIDTH_HERE,
+    "max_memory": "offload='fast=8GB' bounds the memory of experts; leave it out",
+    "quantization_config": _WIDTH_HERE,
+}
+"""The same where blocks run on this machine."""
 
 
 def _check_not_store(checkpoint: Checkpoint) -> None:
@@ -187,19 +197,19 @@ def _check_not_store(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_changes(changes: Mapping[str, Any], config: PreTrainedConfig) -> None:
+def _check_changes(changes: Mapping[str, Any], config: PreTrainedConfig, instead: Mapping[str, str]) -> None:
     for name in changes:
         if name in _CLIENT_SETTINGS:
             continue
-        if name in _INSTEAD:
-            raise ConfigError(f"{name!r} is not taken here: {_INSTEAD[name]}")
+        if name in instead:
+            raise ConfigError(f"{name!r} is not taken here: {instead[name]}")
         allowed = f"supported settings: {', '.join(sorted(_CLIENT_SETTINGS))}"
         if not hasattr(config, name):
             raise ConfigError(
                 f"unknown argument {name!r}: neither an argument of from_pretrained nor a setting of "
                 f"{type(config).__name__}; {allowed}"
             )
-        raise ConfigError(f"{name!r} cannot be changed here: servers run the blocks as the checkpoint says; {allowed}")
+        raise ConfigError(f"{name!r} cannot be changed here: blocks run as the checkpoint says; {allowed}")
 
 
 class AutoSwarmModel(_AutoSwarm):

@@ -67,6 +67,6 @@ def translated(doing: str) -> Iterator[None]:
             raise
         cause = one_line(exc, max_chars=160).partition(". ")[0]
         raise TransportError(
-            f"rank {dist.get_rank()} lost its group in {doing}: another rank died, raised an error or was too late; "
-            f"read the first error of the other ranks and start all of them again ({cause})"
+            f"rank {dist.get_rank()} lost its group in {doing}: another rank died, raised an error, had fewer "
+            f"batches or was too late; read the first error of the other ranks and start all of them again ({cause})"
         ) from exc

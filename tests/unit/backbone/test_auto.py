@@ -102,7 +102,7 @@ def test_an_unknown_argument_is_named(swarm: InProcessSwarm, directory: Path) ->
 
 
 def test_settings_that_servers_would_not_know_of_are_refused(swarm: InProcessSwarm, directory: Path) -> None:
-    with pytest.raises(ConfigError, match="'num_experts_per_tok' cannot be changed here: servers run the blocks"):
+    with pytest.raises(ConfigError, match="'num_experts_per_tok' cannot be changed here: blocks run as the"):
         AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, num_experts_per_tok=1)
 
 
@@ -119,6 +119,18 @@ def test_what_transformers_would_take_is_answered(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device_map": "auto"}, "'device_map' is not taken here: device= says where the model runs"),
+        ({"load_in_8bit": True}, "'load_in_8bit' is not taken here: experts are kept in few bits by offload="),
+    ],
+)
+def test_on_this_machine_the_answer_is_another(directory: Path, arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AutoSwarmModelForCausalLM.from_pretrained(directory, offload="none", **arguments)
 
 
 def test_no_peers_is_found_before_anything_is_read(tmp_path: Path) -> None:
