@@ -73,7 +73,7 @@ def is_unchanged_outside(one: Checkpoint, other: Checkpoint, *, most_bytes: int 
     path = _layer_path(one)
     mine, theirs = ({name: two.tensors[name] for name in client_tensors(two, path)} for two in (one, other))
     unknown = _unknown(one, other, mine, theirs)
-    if unknown is None or sum(mine[name].num_bytes for name in unknown) > (most_bytes or float("inf")):
+    if unknown is None or (most_bytes is not None and sum(mine[name].num_bytes for name in unknown) > most_bytes):
         return False
     return all(_is_same(one, mine[name], other, theirs[name]) for name in unknown)
 

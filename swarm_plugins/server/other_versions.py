@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,18 +63,23 @@ class OtherVersions:
             if missing:
                 same = unchanged_blocks(original, checkpoint, missing)
                 known |= {block: block in same for block in missing}
-                log.info("blocks that %s has too: %s", other.version, sorted(same) or "none")
+                level = logging.INFO if same else logging.WARNING
+                log.log(level, "blocks that %s has too: %s", other.version, sorted(same) or "none, all have changed")
             found[key] = frozenset(block for block, is_same in known.items() if is_same)
         self._compared = {key: self._compared[key] for key in found}
         return found
+
+    async def compare(self, service: Service | ExpertsService) -> None:
+        """Lets a service serve what `look` finds; raises as that does."""
+        info = service.info()
+        service.unchanged = await in_thread(functools.partial(self.look, range(info.start, info.end)))
 
     async def keep_up(self, service: Service | ExpertsService) -> None:
         """Looks again from time to time; what cannot be compared now stays as it was."""
         while True:
             await asyncio.sleep(_EVERY_S)
-            info = service.info()
             try:
-                service.unchanged = await in_thread(lambda: self.look(range(info.start, info.end)))  # noqa: B023
+                await self.compare(service)
             except SwarmError as error:
                 log.warning("cannot compare this server's blocks with other versions now: %s", error)
 

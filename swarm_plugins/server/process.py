@@ -191,12 +191,13 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], embedding: Embeddin
     memory = ", ".join(
         f"--{name.replace('_', '-')} {format_bytes(size).replace(' ', '')}" for name, size in server.memory.items()
     )
+    also = "".join(f"Also serving blocks {start}:{end} of {version}\n" for version, start, end in info.also)
     reach = ""
     if config.is_loopback_only and not config.announced:
         reach = f"Only this machine reaches the address. For others: --host-maddrs {_FOR_OTHERS}\n"
     sys.stdout.write(
         f"Serving {what}blocks {info.start}:{info.end} of {info.num_blocks} of {info.model}@{info.version}; "
         f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}{joining}\n"
-        f"Memory for work: {memory}\n{reach}"
+        f"{also}Memory for work: {memory}\n{reach}"
     )
     sys.stdout.flush()

@@ -252,9 +252,8 @@ class SwarmServer:
         presence = self._joined()
         service.describe(max_batch_tokens=set_budgets(service, self.config))
         if self._others is not None:
-            others, info = self._others, service.info()
-            service.unchanged = await in_thread(lambda: others.look(range(info.start, info.end)))
-            self._chores.append(kept_going(others.keep_up(service), "compare blocks with other versions"))
+            await self._others.compare(service)
+            self._chores.append(kept_going(self._others.keep_up(service), "compare blocks with other versions"))
         service.scheduler.start()
         self._chores.append(kept_going(sweep(service), "drop expired graphs"))
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)

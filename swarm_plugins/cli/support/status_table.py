@@ -144,6 +144,7 @@ def _sessions(info: ServerInfo) -> str:
 def _remarks(server: ServerStatus) -> list[str]:
     """Returns what does not fit into the table: why a server is not used, its experts, its adapters."""
     adapters = ", ".join(server.info.adapters)
+    also = ", ".join(f"blocks {start}:{end} of {version}" for version, start, end in server.info.also)
     unkept, refused = server.info.unkept_graphs, server.info.refused_pushes
     # Most reasons begin with the peer, as the line does.
     reason = server.reason.removeprefix(f"peer {server.peer} ")
@@ -153,6 +154,7 @@ def _remarks(server: ServerStatus) -> list[str]:
         lost: server.reason and not server.is_reachable,
         _experts(server.info): True,
         f"keeps {_sessions(server.info)} in each row of a session": server.info.kv_row_bytes,
+        f"also serves {also}": also,
         f"holds the adapters {adapters}": adapters,
         f"ran forwards again for their backward: {unkept}; more --activation-bytes would save it that": unkept,
         f"refused hidden states that other servers pushed, late or not allowed: {refused}": refused,

@@ -134,6 +134,11 @@ def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
     assert f"  swarm serve org/tiny --revision {'c' * 40} --blocks 0:100 --initial-peers {address}" in lines
 
 
+def test_other_versions_of_a_server_s_blocks_are_named() -> None:
+    one = server("QmOne", 0, 8, also=(("b" * 40, 2, 5),))
+    assert f"QmOne also serves blocks 2:5 of {'b' * 40}" in printed(tiny(one)).splitlines()
+
+
 def test_a_terminal_narrower_than_the_table_folds_it() -> None:
     one = server("QmOne", 100, 126, free_kv_tokens=46_600, total_kv_tokens=46_700)
     peer, blocks, *_, load, free = columns_of(printed(tiny(one, num_blocks=126), 40))
