@@ -144,15 +144,16 @@ def _asked(directory: Path, num_servers: int) -> Iterator[tuple[int, openai.Open
 
 
 @contextlib.contextmanager
-def served(directory: Path, *options: str) -> Iterator[tuple[int, str]]:
-    """Runs ``swarm api``; yields its process id and its address.
+def served(directory: Path, *options: str, threads: int | None = None) -> Iterator[tuple[int, str]]:
+    """Runs ``swarm api``, with so many threads of torch if given; yields its process id and its address.
 
     Raises:
         SwarmError: If it does not start.
     """
     command = [sys.executable, "-m", "swarm_plugins", "api", str(directory), "--port", "0", *options]
+    environment = dict(os.environ) if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
-        process = Process(command, os.environ, Path(folder) / "log.txt")
+        process = Process(command, environment, Path(folder) / "log.txt")
         try:
             yield process.pid, _url(process)
         finally:

@@ -59,7 +59,7 @@ def bench_calls(
         torch.set_num_threads(1)
         base = swarm_model(directory, swarm.initial_peers)
         servers = tuple(server.pid for server in swarm.servers)
-        with served(directory, *options) as (pid, url), _client(url) as client:
+        with served(directory, *options, threads=1) as (pid, url), _client(url) as client:
             here, there = (os.getpid(), *servers), (os.getpid(), pid, *servers)
             work = _Work(directory, base, client, new_tokens, group)
             for name, arms, tokens, goal in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,9 @@ def run_pass(model: Any, parts: Sequence[Part], *, backward: bool) -> list[list[
         no gradients of the batches where it is, and the others have theirs.
     """
     texts = [(number, datum) for number, part in enumerate(parts) for datum in part.datums]
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    limit = max(1, min(_MAX_BATCH_TOKENS, _MAX_LOGITS // vocabulary))
     found: dict[int, Computed] = {}
     failed: set[int] = set()
-    for batch in batches_of([datum for _, datum in texts], limit):
+    for batch in batches_of([len(datum.tokens) for _, datum in texts], most_tokens(model)):
         rows = [(parts[texts[index][0]], texts[index][1]) for index in batch]
         with torch.set_grad_enabled(backward):
             computed = _computed(model, rows)
@@ -81,6 +79,26 @@ def run_pass(model: Any, parts: Sequence[Part], *, backward: bool) -> list[list[
     return results
 
 
+@torch.no_grad()
+def next_logits(model: Any, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yields which text it is, and its logits ``[N, V]`` in float32: of each position's next token.
+
+    Args:
+        model: In eval mode.
+        texts: Token ids ``[N]`` each.
+    """
+    for batch in batches_of([len(text) for text in texts], most_tokens(model)):
+        logits = _logits(model, [texts[index] for index in batch])
+        for index, row in zip(batch, logits, strict=True):
+            yield index, row[: len(texts[index])].float().cpu()
+
+
+def most_tokens(model: Any) -> int:
+    """Returns the most tokens of a batch, by what their logits take; a longer text is computed by itself."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return max(1, min(_MAX_BATCH_TOKENS, _MAX_LOGITS // vocabulary))
+
+
 def _totals(computed: Iterable[tuple[int, Computed]]) -> dict[int, Tensor]:
     """Returns the sum of the losses of each call."""
     of_call: dict[int, list[Tensor]] = {}
@@ -90,20 +108,24 @@ def _totals(computed: Iterable[tuple[int, Computed]]) -> dict[int, Tensor]:
 
 
 def _computed(model: Any, rows: Sequence[tuple[Part, Datum]]) -> list[Computed]:
-    datums = [datum for _, datum in rows]
-    lengths = [len(datum.tokens) for datum in datums]
-    ids = pad_sequence([datum.tokens for datum in datums], batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
     names = [part.adapter for part, _ in rows]
     by_row = {"adapter_names": names} if any(names) else {}
+    logits = _logits(model, [datum.tokens for _, datum in rows], **by_row)
+    return [
+        _lossed(row[: len(datum.tokens)].float().cpu(), datum, part.call)
+        for row, (part, datum) in zip(logits, rows, strict=True)
+    ]
+
+
+def _logits(model: Any, texts: Sequence[Tensor], **by_row: Any) -> Tensor:
+    """Returns the logits ``[B, T, V]`` of texts as the rows of a padded batch."""
+    ids = pad_sequence(list(texts), batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([len(text) for text in texts])[:, None]
     output = model(
         input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device), use_cache=False, **by_row
     )
-    logits = output.logits[:, -ids.shape[1] :]  # virtual tokens of soft prompts come first
-    return [
-        _lossed(row[:length].float().cpu(), datum, part.call)
-        for row, length, (part, datum) in zip(logits, lengths, rows, strict=True)
-    ]
+    logits: Tensor = output.logits[:, -ids.shape[1] :]  # virtual tokens of soft prompts come first
+    return logits
 
 
 def _lossed(logits: Tensor, datum: Datum, call: LossCall) -> Computed:

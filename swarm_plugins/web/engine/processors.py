@@ -1,7 +1,7 @@
 """Logits processors of one request. Its draws are its own: transformers samples from the generator of the process.
 
 In their order: probabilities are recorded as the model and its generation config (``repetition_penalty``) give them;
-penalties, bias and grammar change logits; then temperature, top-k, top-p and min-p (transformers' own), and noise, so
+penalties, bias and grammar change logits; then temperature, top-k, top-p and min-p (transformers' own), and a draw, so
 that the greedy choice is a sample. All take logits ``[B, vocabulary]`` and the tokens before them, ``[B, T]``.
 """
 
@@ -62,7 +62,11 @@ class Penalties(LogitsProcessor):
 
 
 class Sampler(LogitsProcessor):
-    """Adds Gumbel noise: the largest of the sums is a sample of the softmax."""
+    """Makes a sample of the softmax the largest: one random number a row, where noise would need one a token.
+
+    Args:
+        seed: Makes the samples repeatable. None: others each time.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self.generator = torch.Generator()
@@ -72,10 +76,11 @@ class Sampler(LogitsProcessor):
             self.generator.manual_seed(seed)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniform = torch.rand(scores.shape, generator=self.generator, dtype=torch.float64)
-        # 0 would be plus infinity's opposite: a token that is never drawn, whatever its probability.
-        noise = -(-uniform.clamp_min(torch.finfo(torch.float64).tiny).log()).log()
-        return scores.double() + noise.to(scores.device)
+        cumulative = scores.float().softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        uniform = torch.rand(len(scores), 1, generator=self.generator, dtype=torch.float64).to(scores.device)
+        # The first token at which the sum exceeds the draw: never one of probability 0.
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        return scores.scatter(1, drawn.clamp_max(scores.shape[1] - 1), float("inf"))
 
 
 def processors_of(

@@ -16,6 +16,7 @@ from swarm_plugins.web.tinker.futures import Answer, Futures
 from swarm_plugins.web.tinker.groups import Groups
 from swarm_plugins.web.tinker.publishing import HubPublisher
 from swarm_plugins.web.tinker.samples import drawn, generation_of, response_of
+from swarm_plugins.web.tinker.scores import Scores
 from swarm_plugins.web.tinker.sessions import Sampler, Session, Sessions, Training
 from swarm_plugins.web.tinker.targets import target_datum, target_message
 from swarm_plugins.web.tinker.trainers import Trainers, lora_shape
@@ -41,12 +42,14 @@ class TinkerService:
         self.trainers = Trainers(models.base, models.name, self.store, self.bounds)
         self.futures = Futures()
         self.sessions = Sessions(self._drop)
+        self._scores = Scores(models)
         self._groups = Groups(functools.partial(drawn, engine))
 
     def close(self) -> None:
         """Ends all sessions; checkpoints stay."""
         self.futures.close()
         self.trainers.close()
+        self._scores.close()
         if self.publisher is not None:
             self.publisher.close()
 
@@ -104,13 +107,14 @@ class TinkerService:
             context=self.bounds.context,
             vocabulary=self.bounds.vocabulary,
         )
+        draw = self._scores.draw if self._scores.takes(generation) else self._groups.draw
         named = body.target_prompt_logprobs
         if named is None:
-            return response_of(await self._groups.draw(generation), body)
+            return response_of(await draw(generation), body)
         datum = target_datum(generation.tokens, named, self.bounds)
         model = self.engine.models.get(sampler.sampler_id)
         computed = await self.trainers.score(tenant, model, datum)
-        return response_of(await self._groups.draw(generation), body, target_message(computed, named))
+        return response_of(await draw(generation), body, target_message(computed, named))
 
     def _drop(self, session: Session) -> None:
         self.futures.forget(session.session_id)

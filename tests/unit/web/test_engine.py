@@ -111,8 +111,8 @@ def test_draws_follow_the_probabilities(model: Any, tokenizer: Any) -> None:
     with torch.no_grad():
         expected = (model(input_ids=ids).logits[0, -1] / 0.5).softmax(-1)
     counts = torch.bincount(drawn, minlength=expected.shape[0]) / 400
-    # Four standard deviations of a share.
-    assert ((counts - expected).abs() <= 4 * (expected * (1 - expected) / 400).sqrt() + 1e-3).all()
+    # Four standard deviations of a share, and two draws: a rare token's is no normal distribution.
+    assert ((counts - expected).abs() <= 4 * (expected * (1 - expected) / 400).sqrt() + 2 / 400).all()
 
 
 def test_a_prompt_is_scored_as_a_forward_pass_scores_it(model: Any, tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.tuning.tuner import Tuner
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Generation
 
@@ -339,6 +341,58 @@ def test_samples_of_one_prompt_are_drawn_together(client: Any, plain: Any, monke
         ids = torch.tensor([TEXTS[1] + one.tokens])
         wanted = plain(ids[:, :-1]).logits[0].log_softmax(-1).gather(1, ids[0, 1:, None])[-6:, 0]
         assert one.logprobs == pytest.approx(wanted.tolist(), abs=5e-5)
+
+
+def test_samples_are_drawn_while_a_step_is_computed(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trained(client, steps=1)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    whole, begun, going_on = Tuner.compute, threading.Event(), threading.Event()
+
+    def compute(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert going_on.wait(60)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(Tuner, "compute", compute)
+    call = training.forward_backward([datum(TEXTS[0])], "cross_entropy")
+    try:
+        assert begun.wait(60)
+        prompt = types.ModelInput.from_ints(TEXTS[0])
+        assert sampler.sample(prompt, 1, GREEDY).result().sequences
+        assert sampler.compute_logprobs(prompt).result()
+    finally:
+        going_on.set()
+    assert call.result()
+
+
+def test_prompts_are_scored_together(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Generation] = []
+    whole = Engine.generate
+
+    def generate(engine: Engine, request: Generation) -> Any:
+        drawn.append(request)
+        return whole(engine, request)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    training = trained(client)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompts = [types.ModelInput.from_ints(ids) for ids in TEXTS]
+    calls = [sampler.compute_logprobs(one) for one in prompts]
+    forward = training.forward([datum(ids) for ids in TEXTS], "cross_entropy").result().loss_fn_outputs
+    for ids, call, found in zip(TEXTS, calls, forward, strict=True):
+        first, *others = call.result()
+        assert first is None
+        assert others == pytest.approx(found["logprobs"].data, abs=5e-5), ids
+    assert drawn == []
+    # The token after the prompt, as the engine draws it.
+    params = types.SamplingParams(max_tokens=1, temperature=0.0, stop=[])
+    kinds = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    scored, plain = (sampler.sample(prompts[1], 1, params, **more).result() for more in (kinds, {}))
+    assert len(drawn) == 1
+    (ours,), (theirs,) = scored.sequences, plain.sequences
+    assert (ours.tokens, ours.stop_reason) == (theirs.tokens, theirs.stop_reason)
+    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=5e-5)
+    assert [len(one) for one in scored.topk_prompt_logprobs[1:]] == [2] * (len(TEXTS[1]) - 1)
 
 
 def test_runs_of_two_keys_do_not_mix(url: str) -> None:
