@@ -27,11 +27,13 @@ from recipes.study.drawing import GOOD, INK, MARK, MUTED, tidy
 from recipes.study.intervals import t_interval
 from swarm_plugins.talk.turns import load_tokenizer
 from swarm_plugins.transport.codec import pack, packed_bytes, unpack
+from swarm_plugins.transport.messages import Codec
 
 Code = Callable[[Tensor], Tensor]
 """Rounds a flat float32 tensor as packing and unpacking it would."""
 
-EXACT, OURS, PETALS = "none", "rotated8", "dynamic, blocks of 4096"
+EXACT, PETALS = "none", "dynamic, blocks of 4096"
+OURS: Codec = "rotated8"
 TEXTS = ("addresses", "python")
 _BLOCKS = (4096, 256, 128)
 _ROUNDS = 9

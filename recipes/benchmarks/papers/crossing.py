@@ -74,7 +74,7 @@ def bench_crossing(
             progress=progress,
         )
         size = report.expert_bytes + report.budget_bytes - report.fast_bytes
-        rates = {name: [*figures.rates] for name, arm in _ARMS.items() if (figures := report.find(arm)) is not None}
+        rates = {name: [*one.rates] for name, arm in _ARMS.items() if (one := report.find(arm)) is not None}
         disk = 0.0 if report.speeds is None else report.speeds.disk_bytes_per_s
         offloaded[str(share)] = {"size": size, "memory": report.budget_bytes, "disk": disk, "rates": rates}
     figures = {"servers": num_servers, "swarm": swarm, "offloaded": offloaded}

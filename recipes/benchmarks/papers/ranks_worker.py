@@ -100,7 +100,7 @@ def run_layer(layer: Layer) -> list[list[Counted]]:
 def _process(rank: int, layer: Layer, folder: str, answers: Any) -> None:
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(str(Path(folder) / "store"), layer.ranks)
+        store = dist.FileStore(str(Path(folder) / "store"), layer.ranks)  # type: ignore[attr-defined]
         options = {"store": store, "rank": rank, "world_size": layer.ranks}
         dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S), **options)  # type: ignore[arg-type]
         answers.put((rank, [_pass(layer, seed) for seed in range(layer.seeds)]))
@@ -174,4 +174,4 @@ def _far_away(layer: Layer) -> Iterator[list[int]]:
     try:
         yield counted
     finally:
-        dist.all_to_all_single, dist.all_gather_single = sending, gathering  # type: ignore[assignment]
+        dist.all_to_all_single, dist.all_gather_single = sending, gathering

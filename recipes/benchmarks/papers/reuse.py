@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.progress import Progress
@@ -67,7 +67,7 @@ def bench_reuse(
 
 def figures_of(routers: Sequence[nn.Module], found: Sequence[Trace]) -> dict[str, Any]:
     """Returns hit ratios by policy and size, and recalls by input, distance and experts fetched, for each piece."""
-    num_experts = [int(router.weight.shape[0]) for router in routers]  # type: ignore[union-attr,arg-type]
+    num_experts = [_num_experts(router) for router in routers]
     uses: list[list[Uses]] = [[picks.tolist() for picks in trace.picks] for trace in found]
     hits = {
         name: {
@@ -118,9 +118,9 @@ def _recalls(
                 sums.setdefault(fetched, [0.0] * len(found))[piece] += found_share / (len(routers) - ahead)
     largest = max(sums)
     # Of a pyramid's smaller layers, all experts are fetched at most.
-    smaller = [layer for layer in range(ahead, len(routers)) if routers[layer].weight.shape[0] < largest]  # type: ignore[union-attr,index,operator]
+    smaller = [layer for layer in range(ahead, len(routers)) if _num_experts(routers[layer]) < largest]
     for layer in smaller:
-        for fetched in range(routers[layer].weight.shape[0] + 1, largest + 1):  # type: ignore[union-attr,index,operator]
+        for fetched in range(_num_experts(routers[layer]) + 1, largest + 1):
             sums[fetched] = [one + 1 / (len(routers) - ahead) for one in sums[fetched]]
     return {str(fetched): [round(one, 4) for one in values] for fetched, values in sums.items()}
 
@@ -132,6 +132,10 @@ def _means(found: Sequence[Trace], layer: int, ahead: int) -> list[Tensor]:
         added = [trace.inputs[layer] - trace.inputs[layer - ahead] for trace in found[half::2]]
         halves.append(torch.cat(added).mean(0))
     return halves
+
+
+def _num_experts(router: nn.Module) -> int:
+    return len(cast(Tensor, router.weight))
 
 
 def _tables(figures: Figures) -> list[Rows]:

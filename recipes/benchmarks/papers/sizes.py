@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.progress import Progress
@@ -55,7 +55,7 @@ def count(config: PRMoEConfig) -> dict[str, Any]:
         model = PRMoEForCausalLM(config)
     total = sum(one.numel() for one in model.parameters())
     experts = {name: one for name, one in model.named_parameters() if ".experts." in name}
-    pools = [count for count in config.experts_per_layer if count]
+    pools = [count for count in cast("list[int]", config.experts_per_layer) if count]
     in_experts = sum(one.numel() for one in experts.values())
     each = in_experts // sum(pools) if pools else 0
     return {"total": total, "others": total - in_experts, "expert": each, "pools": pools}
@@ -67,7 +67,7 @@ def read_bytes(one: Mapping[str, Any], batch: int) -> float:
     return float(_BYTES * (one["others"] + taken * one["expert"]))
 
 
-def layout(one: Mapping[str, Any], ep_size: EpSize, world: int) -> dict[str, float]:
+def layout(one: Mapping[str, Any], ep_size: EpSize, world: int) -> dict[str, Any]:
     """Returns what a rank holds and sends for a group size of each layer.
 
     A row goes to another rank of its group, unless its expert is here; gradients of experts are averaged over copies.
@@ -77,7 +77,7 @@ def layout(one: Mapping[str, Any], ep_size: EpSize, world: int) -> dict[str, flo
     held = [each.layer.num_experts / each.ep_size for each in found]
     averaged = [2 * (1 - 1 / each.num_replicas) * here for each, here in zip(found, held, strict=True)]
     return {
-        "sizes": sorted({each.ep_size for each in found}),  # type: ignore[dict-item]
+        "sizes": sorted({each.ep_size for each in found}),
         "held": sum(held) * one["expert"] * _BYTES,
         "messages": sum(each.ep_size - 1 for each in found) / len(found),
         "away": sum(1 - 1 / each.ep_size for each in found) / len(found),

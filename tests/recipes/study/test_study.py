@@ -16,14 +16,14 @@ from study_kit import make_corpus, tiny_plan
 
 from recipes.study.arms import CLAIMS
 from recipes.study.corpus import load_corpus
-from recipes.study.report import as_markdown
+from recipes.study.report import as_markdown, outcomes
 from recipes.study.runner import run_all
 from recipes.study.settings import Run
 from recipes.study.study import FIGURES, REPORT, Study
-from recipes.study.training import Place
+from recipes.study.training import Place, train
 from swarm_plugins.errors import ConfigError
 
-DEADLINE_S = 900
+DEADLINE_S = 200
 
 
 def study_in(folder: Path) -> Study:
@@ -71,6 +71,21 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
     assert all(f"| {claim.name} |" in tables for claim in CLAIMS)
     for picture in ("prmoe-claims.svg", "prmoe-curves.svg", "prmoe-cost.svg"):
         assert "</svg>" in (tmp_path / "report" / picture).read_text()
+
+
+def test_every_arm_trains_and_every_claim_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = make_corpus(tmp_path, monkeypatch)
+    study = Study(tiny_plan(steps=2), folder=tmp_path, seeds=range(1))
+    runs = study.plan.runs(0, corpus.facts.digest)
+    steps = {arm: run.training.steps for arm, run in runs.items()}
+    assert steps.pop("student-long") == 5
+    assert set(steps.values()) == {2}
+    for run in runs.values():
+        train(run, corpus, study.place)
+    study.train(jobs=1)  # nothing is left to do
+    figures = study.report(tmp_path / "report")
+    assert figures["missing"] == []
+    assert not [one.claim.name for one in outcomes(figures) if one.evidence is None]
 
 
 def test_missing_runs_are_named_and_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
