@@ -95,7 +95,7 @@ def next_logits(model: Any, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tens
 
 def most_tokens(model: Any) -> int:
     """Returns the most tokens of a batch, by what their logits take; a longer text is computed by itself."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     return max(1, min(_MAX_BATCH_TOKENS, _MAX_LOGITS // vocabulary))
 
 

@@ -17,7 +17,7 @@ def join(layers: Sequence[object]) -> PackedLinear | None:
 
     Results are the same, bit for bit. Weights do not exist twice: the others' become views of the joined one.
     """
-    parts = [layer for layer in layers if isinstance(layer, PackedLinear) and layer.bias is None]
+    parts = [layer for layer in layers if isinstance(layer, PackedLinear)]
     formats = [found for part in parts if (found := _format(part)) is not None]
     if not formats or len(formats) < len(layers):
         return None
@@ -37,6 +37,8 @@ def join(layers: Sequence[object]) -> PackedLinear | None:
 def _format(layer: PackedLinear) -> GroupedFormat | None:
     """Returns the format of a layer whose weight may be a part of another; None if it may not."""
     kernel = layer.kernel
+    if layer.bias is not None:
+        return None
     # Only whole tiles in the stored order can lie one behind the other.
     if not isinstance(kernel, Int4PackKernel) or kernel.is_converted:
         return None

@@ -37,6 +37,8 @@ class PackedLinear(nn.Linear):
     A kernel that keeps the weight in an object of a library leaves ``weight`` hollow: shape and type without values.
     """
 
+    bias: nn.Parameter | None  # type: ignore[assignment]  # as nn.Linear has it, which is not typed so
+
     def __init__(
         self,
         stored: StoredFormat,

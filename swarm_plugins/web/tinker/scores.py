@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -136,7 +137,8 @@ def _drawn(generation: Generation, tokens: Tensor, logits: Tensor, ends: frozens
     if not generation.max_new_tokens:
         return Drawn(((Finished(0, "length", ()), ()),), tuple(prompt))
     chosen = processors_of(generation, len(tokens), recorder=None, grammar=None)
-    token = int(chosen(tokens[None], logits[-1:].clone())[0].argmax())
+    ids = cast("torch.LongTensor", tokens[None])
+    token = int(chosen(ids, cast("torch.FloatTensor", logits[-1:].clone()))[0].argmax())
     is_end = token in generation.stop_tokens or (not generation.never_ends and token in ends)
     end = Finished(0, "stop" if is_end else "length", (token,))
     return Drawn(((end, (scored_of(logprobs[-1], token, top),)),), tuple(prompt))
