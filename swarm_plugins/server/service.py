@@ -80,12 +80,16 @@ class _Serving:
         Raises:
             RequestError: ``wrong_version``, which makes clients look up the swarm again.
         """
-        if version == self.version or set(blocks).issubset(self.unchanged.get(version, ())):
+        if version == self.version:
+            return
+        same = self.unchanged.get(version)
+        # A peer names any numbers: no more of them are looked at than there are blocks.
+        if same is not None and blocks.stop - blocks.start <= len(same) and all(block in same for block in blocks):
             return
         raise RequestError(
             "wrong_version",
-            f"this server serves {self.version}, the request is for blocks {blocks.start}:{blocks.stop} of "
-            f"{version[:200]!r}: ask a server of that version",
+            f"this server serves {self.version}, the request is for {version[:200]!r}, blocks "
+            f"{blocks.start}:{blocks.stop}: ask a server of that version",
         )
 
     @property

@@ -33,9 +33,9 @@ _MAX_TOGETHER = 16
 
 def check_blocks(service: Service, version: str, start: int, end: int) -> range:
     """Returns the blocks of a request, if this model version and these blocks are served here."""
+    service.check_version(version, range(start, end))
     if not 0 <= start < end <= service.num_blocks:
         raise BadRequestError(f"invalid blocks {start}:{end}: the model has blocks 0:{service.num_blocks}")
-    service.check_version(version, range(start, end))
     check_held(service, range(start, end))
     try:
         check_borders(range(start, end), service.spec.tied, service.num_blocks)

@@ -367,3 +367,28 @@ async def test_info_says_what_is_served(service: Service) -> None:
         assert isinstance(info, ServerInfo)
         assert (info.version, info.start, info.end) == (VERSION, 2, 6)
         refused(await ask("rpc_info", FORWARD), "bad_request", "ForwardRequest, expected InfoRequest")
+
+
+@pytest.mark.parametrize(
+    ("version", "blocks", "kind"),
+    [
+        pytest.param("next", (2, 4), None, id="unchanged"),
+        pytest.param("next", (2, 6), "wrong_version", id="some-changed"),
+        pytest.param("next", (0, 2**62), "wrong_version", id="huge"),
+        pytest.param("next", (-(2**63), 2**63 - 1), "wrong_version", id="hugest"),
+        pytest.param("next", (4, 2), "bad_request", id="backwards"),
+        pytest.param("last", (2, 4), "wrong_version", id="unknown"),
+    ],
+)
+async def test_blocks_that_have_not_changed_are_served_to_users_of_another_version(
+    service: Service, version: str, blocks: tuple[int, int], kind: str | None
+) -> None:
+    service.unchanged = {"next": frozenset({2, 3, 5})}
+    assert service.info().also == (("next", 2, 4),)
+    request = msgspec.structs.replace(FORWARD, version=version, start=blocks[0], end=blocks[1])
+    async with playing(service) as ask:
+        answer = await ask("rpc_forward", request)
+    if kind is None:
+        assert isinstance(answer, ForwardResponse)
+    else:
+        refused(answer, kind, "ask a server of that version" if kind == "wrong_version" else "invalid blocks 4:2")
