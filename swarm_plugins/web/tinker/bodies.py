@@ -117,6 +117,15 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     top_p: float = 1.0
 
 
+class TensorBody(Body, frozen=True, kw_only=True):
+    """Whole numbers in a shape, all of them or in compressed rows."""
+
+    data: list[int]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
 class Sample(Body, frozen=True, kw_only=True):
     """Samples of a prompt."""
 
@@ -130,7 +139,7 @@ class Sample(Body, frozen=True, kw_only=True):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: TensorBody | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
 

@@ -27,9 +27,10 @@ def generation_of(body: Sample, *, adapter: str | None, tenant: str, context: in
     Raises:
         ConfigError: If a request cannot be answered.
     """
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
-        if getattr(body, name):
-            raise ConfigError(f"{name} is not known here: use prompt_logprobs, or forward with target_tokens")
+    if body.prompt_alt_tokens_k:
+        raise ConfigError("prompt_alt_tokens_k is not known here: use topk_prompt_logprobs or target_prompt_logprobs")
+    if body.prompt_logprobs_last_n is not None and body.prompt_logprobs_last_n < 1:
+        raise ConfigError(f"prompt_logprobs_last_n is {body.prompt_logprobs_last_n}: 1 or more are possible")
     tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
         raise ConfigError("the prompt has a chunk that is not encoded_text: this model reads tokens of text only")
@@ -83,14 +84,17 @@ async def drawn(engine: Engine, generation: Generation) -> Drawn:
     return Drawn(tuple((ended[index], tuple(scored[index])) for index in range(generation.n)), prompt)
 
 
-def response_of(samples: Drawn, body: Sample) -> bytes:
-    """Returns a SampleResponse."""
+def response_of(samples: Drawn, body: Sample, targets: Any = None) -> bytes:
+    """Returns a SampleResponse; ``targets`` is the Tensor of the tokens that the request names, if it does."""
     sequences = [_sequence(end, scored, body.topk_sample_logprobs) for end, scored in samples.samples]
     response = message("SampleResponse", sequences=sequences)
     if body.prompt_logprobs:
-        response.prompt_logprobs = _logprobs(samples.prompt)
+        count = len(samples.prompt) if body.prompt_logprobs_last_n is None else body.prompt_logprobs_last_n
+        response.prompt_logprobs = _logprobs(samples.prompt, hidden=len(samples.prompt) - count)
     if body.topk_prompt_logprobs:
         response.topk_prompt_logprobs.CopyFrom(_top(samples.prompt, body.topk_prompt_logprobs))
+    if targets is not None:
+        response.target_prompt_logprobs.CopyFrom(targets)
     found: bytes = response.SerializeToString()
     return found
 
@@ -107,8 +111,10 @@ def _sequence(end: Finished, scored: Sequence[Scored], top: int) -> Any:
     return found
 
 
-def _logprobs(scored: Sequence[Scored]) -> bytes:
-    return np.array([float("nan") if one.logprob is None else one.logprob for one in scored], "<f4").tobytes()
+def _logprobs(scored: Sequence[Scored], hidden: int = 0) -> bytes:
+    """Returns float32 values, NaN where none is known and at the first ``hidden`` ones."""
+    found = [None if index < hidden else one.logprob for index, one in enumerate(scored)]
+    return np.array([float("nan") if one is None else one for one in found], "<f4").tobytes()
 
 
 def _top(scored: Sequence[Scored], count: int) -> Any:

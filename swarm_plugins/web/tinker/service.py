@@ -17,6 +17,7 @@ from swarm_plugins.web.tinker.groups import Groups
 from swarm_plugins.web.tinker.publishing import HubPublisher
 from swarm_plugins.web.tinker.samples import drawn, generation_of, response_of
 from swarm_plugins.web.tinker.sessions import Sampler, Session, Sessions, Training
+from swarm_plugins.web.tinker.targets import target_datum, target_message
 from swarm_plugins.web.tinker.trainers import Trainers, lora_shape
 
 
@@ -103,7 +104,13 @@ class TinkerService:
             context=self.bounds.context,
             vocabulary=self.bounds.vocabulary,
         )
-        return response_of(await self._groups.draw(generation), body)
+        named = body.target_prompt_logprobs
+        if named is None:
+            return response_of(await self._groups.draw(generation), body)
+        datum = target_datum(generation.tokens, named, self.bounds)
+        model = self.engine.models.get(sampler.sampler_id)
+        computed = await self.trainers.score(tenant, model, datum)
+        return response_of(await self._groups.draw(generation), body, target_message(computed, named))
 
     def _drop(self, session: Session) -> None:
         self.futures.forget(session.session_id)

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from swarm_plugins.backbone.twin import twin
-from swarm_plugins.errors import ConfigError, SwarmError, printable
+from swarm_plugins.errors import ConfigError, NumericError, SwarmError, printable
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, saved_adapter
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts
-from swarm_plugins.tuning.datums import TextBounds, check_datums
+from swarm_plugins.tuning.computing import Computed, Part, run_pass
+from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.history import Tally
 from swarm_plugins.tuning.joint import Call
 from swarm_plugins.tuning.optimizer_file import load_optimizer
@@ -200,6 +201,14 @@ class Trainers:
                 return snapshot(saved_adapter(self.base, folder, is_trainable=False))
 
         return await self._run(owner, work)
+
+    async def score(self, tenant: str, model: Any, datum: Datum) -> Computed:
+        """Returns the log probabilities of a text's targets by a model to sample from."""
+        parts = [Part([datum], LossCall.of("cross_entropy", {}))]
+        (found,) = await self._run(tenant, lambda: run_pass(model, parts, backward=False))
+        if isinstance(found, NumericError):
+            raise found
+        return found[0]
 
     @contextlib.asynccontextmanager
     async def _turn(self, training: Training, seq_id: int) -> AsyncIterator[None]:

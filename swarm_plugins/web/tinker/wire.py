@@ -65,7 +65,7 @@ def datums_of(request: Any) -> list[Datum]:
                 if not 0 <= cells <= room:
                     raise ConfigError(f"the request's tensors have more than {_MAX_CELLS} cells: send less at once")
                 room -= cells
-                inputs[name] = _tensor_of(tensor, name)
+                inputs[name] = tensor_of(tensor, name)
         except ConfigError as exc:
             raise ConfigError(f"datum {number} of {len(request.data)}: {exc}") from None
         found.append(Datum(tokens, inputs))
@@ -82,7 +82,8 @@ def _tokens_of(chunks: Iterable[Any]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _tensor_of(tensor: Any, name: str) -> Tensor:
+def tensor_of(tensor: Any, name: str) -> Tensor:
+    """Returns a Tensor's values; raises ConfigError if it is damaged. Its cells are looked at before."""
     dtype = _DTYPES.get(tensor.dtype)
     shown = printable(name[:100])
     if dtype is None:

@@ -290,6 +290,34 @@ def test_samples(client: Any, tokenizer: Any) -> None:
     assert [len(one or ()) for one in top.topk_prompt_logprobs][1:] == [3] * (len(TEXTS[1]) - 1)
 
 
+def test_tokens_that_a_request_names_are_scored_over_the_prompt(client: Any, plain: Any) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    prompt, named = TEXTS[0], torch.tensor([[7, 8], [9, 10], [11, 12], [13, 0]])
+    logprobs = plain(torch.tensor([prompt[:-1]])).logits[0].log_softmax(-1)
+
+    def scored(tensor: Any, **options: Any) -> Any:
+        return sampler.sample(
+            types.ModelInput.from_ints(prompt), 1, GREEDY, target_prompt_logprobs=tensor, **options
+        ).result()
+
+    dense = scored(types.TensorData.from_torch(named), include_prompt_logprobs=True, prompt_logprobs_last_n=2)
+    torch.testing.assert_close(dense.target_prompt_logprobs.to_torch(), logprobs.gather(1, named), rtol=1e-4, atol=1e-5)
+    assert [one is None for one in dense.prompt_logprobs] == [True, True, True, False, False]
+    wide, expected = torch.zeros(4, 30, dtype=torch.int64), torch.zeros(4, 30)
+    wide[:3, :2], expected[:3, :2] = named[:3], logprobs.gather(1, named)[:3]
+    sparse = scored(types.TensorData.from_torch_sparse(wide)).target_prompt_logprobs.to_torch()
+    torch.testing.assert_close(sparse, expected, rtol=1e-4, atol=1e-5)
+    for wrong, message in (
+        (torch.zeros(3, 2, dtype=torch.int64), r"has shape \[3, 2\], but the prompt has 5 tokens"),
+        (torch.zeros(4, 65, dtype=torch.int64), "K from 1 to 64"),
+        (torch.full((4, 1), 10_000), "outside of the vocabulary"),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            scored(types.TensorData.from_torch(wrong))
+    with pytest.raises(tinker.RequestFailedError, match="prompt_alt_tokens_k is not known here"):
+        sampler.sample(types.ModelInput.from_ints(prompt), 1, GREEDY, prompt_alt_tokens_k=2).result()
+
+
 def test_samples_of_one_prompt_are_drawn_together(client: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     generate = Engine.generate
@@ -345,6 +373,7 @@ def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
         (datum(TEXTS[0], weights=[1.0]), "cross_entropy", r"weights has shape \(1,\)"),
         (datum(TEXTS[0], logprobs=[0.0] * 4, advantages=[float("nan")] * 4), "ppo", "advantages is NaN"),
         (datum(TEXTS[0]), "stable_reinforce", "use loss_fn=importance_sampling"),
+        (datum(TEXTS[0]), "huber", "unknown loss_fn 'huber': known are cross_entropy"),
     ):
         with pytest.raises(tinker.RequestFailedError, match=message):
             training.forward_backward([text], loss).result()
@@ -352,6 +381,9 @@ def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
             training.optim_step(types.AdamParams()).result()
     with pytest.raises(tinker.RequestFailedError, match="call forward_backward first"):
         training.optim_step(types.AdamParams()).result()
+    # Its number is used up: what comes after it does not wait for it.
+    with pytest.raises(tinker.RequestFailedError, match="learning_rate must be a finite number, 0 or more; got -1"):
+        training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
     image = types.Datum(
         model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")]),
         loss_fn_inputs={"target_tokens": types.TensorData.from_torch(torch.tensor([5]))},
@@ -360,6 +392,19 @@ def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
         training.forward([image], "cross_entropy").result()
     training.forward_backward([datum(TEXTS[0])], "cross_entropy").result()
     assert training.optim_step(types.AdamParams()).result()
+
+
+def test_a_checkpoint_of_another_base_is_refused(plain: Any, tokenizer: Any, tiny: Path, tmp_path: Path) -> None:
+    with serving(plain, tokenizer, tmp_path) as url, client_at(url) as client:
+        training = client.create_lora_training_client(base_model=NAME, rank=2).result()
+        paths = training.save_state("a").result().path, training.save_weights_for_sampler("b").result().path
+    other = AutoModelForCausalLM.from_pretrained(tiny).eval()
+    with serving(other, tokenizer, tmp_path) as url, client_at(url) as client:
+        with pytest.raises(tinker.RequestFailedError, match=f"{paths[0]}.* was made for"):
+            client.create_training_client_from_state(paths[0]).result()
+        with pytest.raises(tinker.APIStatusError, match=f"{paths[1]}.* was made for") as raised:
+            client.create_sampling_client(model_path=paths[1]).result()
+        assert 400 <= raised.value.status_code < 500
 
 
 def test_runs_and_checkpoints_are_listed(url: str, client: Any, rest: Any) -> None:

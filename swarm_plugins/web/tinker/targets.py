@@ -1,0 +1,63 @@
+"""Log probabilities of tokens that a request names at each position of its prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.tuning.computing import Computed
+from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
+from swarm_plugins.tuning.losses import TARGETS
+from swarm_plugins.web.tinker.bodies import TensorBody
+from swarm_plugins.web.tinker.messages import message
+from swarm_plugins.web.tinker.wire import float_bytes, tensor_of
+
+_NAME = "target_prompt_logprobs"
+_FLOAT32, _INT64 = 1, 2
+
+
+def target_datum(tokens: tuple[int, ...], body: TensorBody, bounds: TextBounds) -> Datum:
+    """Returns a prompt with the tokens that are named after each of its positions but the last, ``[N - 1, K]``.
+
+    Raises:
+        ConfigError: If they are damaged, too many, or for a prompt of another length.
+    """
+    shape = body.shape or []
+    if len(shape) != 2 or shape[0] != len(tokens) - 1 or not 1 <= shape[1] <= bounds.max_targets:
+        raise ConfigError(
+            f"{_NAME} has shape {shape[:8]}, but the prompt has {len(tokens)} tokens: give [{len(tokens) - 1}, K] with "
+            f"K from 1 to {bounds.max_targets}"
+        )
+    try:
+        data, starts, columns = (np.array(one or [], "<i8").tobytes() for one in (body.data, *_indices(body)))
+    except OverflowError as exc:
+        raise ConfigError(f"{_NAME} has a number that does not fit into int64") from exc
+    if body.sparse_crow_indices is None:
+        tensor = message("Tensor", dense=data, dtype=_INT64, shape=shape)
+    else:
+        sparse = message("SparseCsr", values=data, crow_indices=starts, col_indices=columns)
+        tensor = message("Tensor", sparse_csr=sparse, dtype=_INT64, shape=shape)
+    datum = Datum(torch.tensor(tokens[:-1]), {TARGETS: tensor_of(tensor, _NAME)})
+    check_datums([datum], LossCall.of("cross_entropy", {}), bounds)
+    return datum
+
+
+def target_message(computed: Computed, body: TensorBody) -> Any:
+    """Returns the Tensor of an answer, in the layout of the request."""
+    logprobs, shape = computed.logprobs, list(computed.logprobs.shape)
+    if body.sparse_crow_indices is None:
+        return message("Tensor", dense=float_bytes(logprobs), dtype=_FLOAT32, shape=shape)
+    starts, columns = (np.array(one or [], "<i8") for one in _indices(body))
+    rows = np.repeat(np.arange(shape[0]), np.diff(starts))
+    values = logprobs[torch.from_numpy(rows), torch.from_numpy(columns)]
+    sparse = message(
+        "SparseCsr", values=float_bytes(values), crow_indices=starts.tobytes(), col_indices=columns.tobytes()
+    )
+    return message("Tensor", sparse_csr=sparse, dtype=_FLOAT32, shape=shape)
+
+
+def _indices(body: TensorBody) -> tuple[list[int] | None, list[int] | None]:
+    return body.sparse_crow_indices, body.sparse_col_indices
