@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -92,7 +93,9 @@ def _gspo(scores: Scores, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _of_policy(
-    compute: Callable[[Scores, Inputs, Settings], Tensor], optional: tuple[str, ...] = (), **settings: float
+    compute: Callable[[Scores, Inputs, Settings], Tensor],
+    settings: Mapping[str, float] = MappingProxyType({}),
+    optional: tuple[str, ...] = (),
 ) -> Loss:
     """Returns a loss of policy gradients; ``entropy_bonus`` rewards entropy where there is an advantage."""
 
@@ -131,10 +134,10 @@ _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(_cross_entropy, optional=("weights",)),
     "importance_sampling": _of_policy(_importance_sampling),
-    "ppo": _of_policy(_ppo, **_CLIP),
-    "cispo": _of_policy(_cispo, clip_low_threshold=0.0, clip_high_threshold=4.0),
-    "dro": _of_policy(_dro, beta=0.05),
-    "gspo": _of_policy(_gspo, (_MASK,), **_CLIP),
+    "ppo": _of_policy(_ppo, _CLIP),
+    "cispo": _of_policy(_cispo, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": _of_policy(_dro, {"beta": 0.05}),
+    "gspo": _of_policy(_gspo, _CLIP, (_MASK,)),
     "forward_kl": _distance(forward_kl),
     "reverse_kl": _distance(reverse_kl),
     "entropy": Loss(_entropy, optional=("weights",), by_position=("weights",)),

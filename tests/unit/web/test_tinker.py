@@ -398,6 +398,7 @@ def test_a_checkpoint_of_another_base_is_refused(plain: Any, tokenizer: Any, tin
     with serving(plain, tokenizer, tmp_path) as url, client_at(url) as client:
         training = client.create_lora_training_client(base_model=NAME, rank=2).result()
         paths = training.save_state("a").result().path, training.save_weights_for_sampler("b").result().path
+        del training
     other = AutoModelForCausalLM.from_pretrained(tiny).eval()
     with serving(other, tokenizer, tmp_path) as url, client_at(url) as client:
         with pytest.raises(tinker.RequestFailedError, match=f"{paths[0]}.* was made for"):

@@ -1,0 +1,150 @@
+"""Memory of training by calls: flat whatever is sent, and freed when a client is not heard of any more."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import tracemalloc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import tinker
+from tinker_kit import KEYS, NAME, client_at, datum, serving
+from transformers import AutoModelForCausalLM
+
+from swarm_plugins.web.tinker.line import Line
+from swarm_plugins.web.tinker.messages import message
+from swarm_plugins.web.tinker.sessions import SESSION_S, Sessions
+
+# The SDK leaves connections to the collector of garbage.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+PREFIX = "/api/v1"
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+_ANSWERS = 128
+"""Answers that are kept for a key in this test: memory is looked at when there are so many."""
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny).eval()
+
+
+def sound(model_id: str) -> bytes:
+    tokens = np.arange(5, 13, dtype="<i4")
+    chunk = message("Chunk", encoded_text=message("EncodedTextChunk", tokens=tokens.tobytes()))
+    targets = message("Tensor", dense=np.arange(6, 14, dtype="<i8").tobytes(), dtype=2, shape=[8])
+    weights = message("Tensor", dense=np.ones(8, "<f4").tobytes(), dtype=1, shape=[8])
+    text = message("Datum", model_input=[chunk], loss_fn_inputs={"target_tokens": targets, "weights": weights})
+    request = message("ForwardBackwardRequest", model_id=model_id, seq_id=1, data=[text, text], loss_fn="cross_entropy")
+    found: bytes = request.SerializeToString()
+    return found
+
+
+def mutated(body: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(body)
+    for _ in range(draw.randint(1, 6)):
+        place = draw.randrange(len(changed))
+        kind = draw.randrange(5)
+        if kind == 0:
+            changed[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            changed[place : place + draw.randint(1, 8)] = b""
+        elif kind == 2:
+            changed[place:place] = changed[place : place + draw.randint(1, 64)]
+        elif kind == 3:
+            changed[place:place] = draw.randbytes(draw.randint(1, 8))
+        else:
+            changed[place] = draw.choice((0, 0x7F, 0x80, 0xFF))
+        if not changed:
+            return b""
+    return bytes(changed)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_under_ten_thousand_odd_messages(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.futures._MAX_OF_A_KEY", _ANSWERS)
+    # What comes before an odd number never comes.
+    monkeypatch.setattr("swarm_plugins.web.tinker.sessions.Line", functools.partial(Line, gap_s=0.01))
+    draw = random.Random(5)
+    with (
+        serving(tiny_model, tokenizer, tmp_path) as url,
+        httpx2.Client(base_url=f"{url}{PREFIX}", headers={"X-API-Key": KEYS[0]}, timeout=120) as http,
+    ):
+        session = http.post("/create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 1}}
+        created = http.post("/create_model", json=body).json()["request_id"]
+        model_id = http.post("/retrieve_future", json={"request_id": created}).json()["model_id"]
+        whole, statuses = sound(model_id), set()
+
+        def send(count: int) -> int:
+            """Sends odd messages; returns the bytes that Python holds then."""
+            for number in range(count):
+                response = http.post("/forward_backward", content=mutated(whole, draw), headers=PROTOBUF)
+                statuses.add(response.status_code)
+                if response.status_code == 200 and number % 8 == 0:
+                    asked = {"request_id": response.json()["request_id"]}
+                    statuses.add(http.post("/retrieve_future", json=asked).status_code)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            send(2000)
+            before = send(2000)
+            grown = send(6000) - before
+        finally:
+            tracemalloc.stop()
+        # 6,000 messages: if each left its 300 bytes behind, it would be more than this.
+        assert grown < 500_000
+        assert 200 in statuses
+        assert max(statuses) < 500
+        assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 200
+
+
+def test_a_client_that_vanishes_frees_its_memory_and_finds_its_checkpoint(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, opened = [0.0], list[Sessions]()
+
+    def sessions(drop: Any) -> Sessions:
+        opened.append(Sessions(drop, lambda: now[0]))
+        return opened[-1]
+
+    monkeypatch.setattr("swarm_plugins.web.tinker.service.Sessions", sessions)
+    with serving(tiny_model, tokenizer, tmp_path) as url:
+        with client_at(url) as client:
+            training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+            others = client.create_lora_training_client(base_model=NAME, rank=4, seed=2).result()
+            calls = [one.forward_backward([datum([5, 6, 7, 8])], "cross_entropy") for one in (training, others)]
+            assert all(call.result() for call in calls)
+            assert training.optim_step(tinker.types.AdamParams(learning_rate=0.1)).result()
+            path = training.save_state("last").result().path
+            wanted = training.forward([datum([5, 6, 7, 8])], "cross_entropy").result().metrics
+            assert training.save_weights_and_get_sampling_client().result()
+            (known,) = opened[0]._by_id.values()
+            kept: list[weakref.ref[Any]] = [weakref.ref(one.tuner) for one in known.trainings.values()]
+            kept += [weakref.ref(one) for each in known.trainings.values() for one in each.tuner.parameters.values()]
+            del known
+            now[0] += SESSION_S + 1
+            client.holder.run_coroutine_threadsafe(_swept(opened[0])).result(60)
+            gc.collect()
+            assert not [one for one in kept if one() is not None]
+            del training, others, calls
+        with client_at(url) as client:
+            again = client.create_training_client_from_state_with_optimizer(path).result()
+            assert again.forward([datum([5, 6, 7, 8])], "cross_entropy").result().metrics == wanted
+            del again
+
+
+async def _swept(sessions: Sessions) -> None:
+    sessions.end_old()
