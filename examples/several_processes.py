@@ -1,4 +1,4 @@
-"""Two processes train one adapter, each with batches of its own; the decoder layers run on servers.
+"""Two processes train one adapter, as one process with all rows does; the decoder layers run on servers.
 
 ```console
 export SWARM_INITIAL_PEERS=/ip4/...                # as `swarm serve` prints it; or SWARM_OFFLOAD=fast=8GB
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 
 import lightning as L
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoTokenizer
 
 parser = argparse.ArgumentParser()
@@ -27,32 +28,32 @@ ROWS = 4  # in each step, of all processes together
 
 
 class Tuner(L.LightningModule):
-    """Knows nothing of processes."""
+    """Knows nothing of processes, but for the rows of each."""
 
     def configure_model(self) -> None:
-        """Loads the model once."""
-        if not hasattr(self, "model"):
-            base = AutoSwarmModelForCausalLM.from_pretrained(options.base)
-            self.model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        base = AutoSwarmModelForCausalLM.from_pretrained(options.base)
+        self.model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+
+    def train_dataloader(self) -> Any:
+        rows: Any = DistributedSampler(pieces, options.devices, self.trainer.global_rank, shuffle=False)  # type: ignore[arg-type]
+        return DataLoader(pieces, batch_size=ROWS // options.devices, sampler=rows)  # type: ignore[arg-type]
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Returns the loss; logs its mean over all processes."""
         loss: torch.Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         self.log("loss", loss.detach(), on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns AdamW over the adapter."""
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=2e-3)
 
 
 text = (Path(__file__).parent / "data" / "gettysburg.txt").read_text()
 tokens = torch.tensor(AutoTokenizer.from_pretrained(options.base)(text)["input_ids"])
-pieces = DataLoader(tokens[: len(tokens) // 32 * 32].view(-1, 32), batch_size=ROWS // options.devices)  # type: ignore[arg-type]
+pieces = tokens[: len(tokens) // (32 * ROWS) * 32 * ROWS].view(-1, 32)
 L.seed_everything(0)
-trainer = L.Trainer(strategy="swarm", accelerator="cpu", devices=options.devices, max_epochs=2, logger=False)
-tuner = Tuner()
-trainer.fit(tuner, pieces)
+here: dict[str, Any] = {"accelerator": "cpu", "devices": options.devices, "use_distributed_sampler": False}
+trainer = L.Trainer(strategy="swarm", max_epochs=2, logger=False, **here)
+trainer.fit(tuner := Tuner())
 if trainer.is_global_zero:
-    print(f"{trainer.world_size} processes: loss {trainer.callback_metrics['loss']:.4f}")
+    print(f"{trainer.world_size} processes: loss {trainer.callback_metrics['loss']:.7f}")
     tuner.model.save_pretrained("runs/several_processes", save_embedding_layers=False)

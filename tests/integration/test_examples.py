@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from swarm_plugins import LocalSwarm
 from swarm_plugins.demo import smollm2
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = ROOT / "examples" / "data" / "gettysburg.txt"
 FABRIC = Path(sys.executable).with_name("fabric")
 SWARM = Path(sys.executable).with_name("swarm")
 ACCELERATE = Path(sys.executable).with_name("accelerate")
-END_S = 200.0
+END_S = 400.0
+ADAPTER = Path("runs", "several_processes", "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +164,15 @@ def test_fabric_run_knows_the_strategy_and_resumes(
     assert numbers(r"held-out loss ([\d.]+)", second)[0] == after
 
 
-def test_two_processes_are_started_by_the_trainer(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
-    said = run(tmp_path, *example("several_processes.py"), tiny_mixtral, environment=peers)
-    assert len(numbers(r"2 processes: loss ([\d.]+)", said)) == 1
-    assert all("lora_" in name for name in tensor_names(tmp_path / "runs" / "several_processes"))
+def test_two_processes_of_a_trainer_train_as_one(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    program = [*example("several_processes.py"), tiny_mixtral, "--devices"]
+    said = {count: run(tmp_path / count, *program, count, environment=peers) for count in ("1", "2")}
+    [one], [two] = (numbers(rf"{count} processes: loss ([\d.]+)", text) for count, text in said.items())
+    assert two == pytest.approx(one, abs=1e-6)
+    first, second = (load_file(tmp_path / count / ADAPTER) for count in said)
+    assert first.keys() == second.keys()
+    assert all("lora_" in name for name in first)
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-4
 
 
 def test_one_module_trains_alike_in_three_places(tiny_mixtral: Path, tmp_path: Path) -> None:
@@ -193,6 +200,12 @@ def test_a_reader_between_blocks_has_the_gradients_of_the_local_model(tiny_mixtr
 def test_an_adapter_writes_the_same_in_three_places(tiny_mixtral: Path, tmp_path: Path) -> None:
     said = run(tmp_path, *example("generate_in_three_places.py"), tiny_mixtral, environment={})
     assert re.findall(r"equal: (\w+)", said) == ["True"] * 3
+
+
+@pytest.mark.slow
+def test_commands_and_an_api_answer_with_the_adapter(tiny_mixtral: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("talk_in_two_places.py"), tiny_mixtral, environment={})
+    assert re.findall(r"equal: (\w+)", said) == ["True"] * 4
 
 
 def test_fabric_run_starts_two_processes(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
