@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +15,10 @@ import msgspec
 from recipes.benchmarks.measure import own
 from recipes.benchmarks.memory_group import join
 from swarm_plugins.child import Child, answer, jobs
-from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.errors import ConfigError, MissingExtraError, SwarmError
 
 _ANSWER_S = 600.0
+_END_S = 5.0
 _ROOM = 64
 """Tokens of context besides those that are asked for."""
 
@@ -27,7 +29,11 @@ class Open(msgspec.Struct, tag=True):
     file: str
     num_tokens: int
     group: str = ""
-    """Folder of a control group to join first, which limits memory with the mapped file; empty: none."""
+    """Folder of a control group to join first, which limits memory with the mapped file; empty: none.
+
+    In a group, weights stay as they are mapped. By default llama.cpp copies 4-bit ones into an order that it multiplies
+    faster.
+    """
 
 
 class Decode(msgspec.Struct, tag=True):
@@ -54,7 +60,7 @@ class LlamaCpp:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._child = Child(__name__, f"llama.cpp with {file.name}")
+        self._child = _Child(__name__, f"llama.cpp with {file.name}")
 
     @property
     def pid(self) -> int:
@@ -77,6 +83,16 @@ class LlamaCpp:
         """Decodes after a prompt, which is not kept from the call before."""
         self._child.send(Decode(prompt=list(prompt), new_tokens=new_tokens))
         return self._child.receive(Decoded, timeout_s=_ANSWER_S)
+
+
+class _Child(Child):
+    def _ended(self) -> SwarmError:
+        # Its output ends a moment before it does.
+        if self.process.wait(_END_S) == -signal.SIGKILL:
+            return SwarmError(
+                f"{self.label} was killed by the system: it had too little memory; allow more, as by --fast"
+            )
+        return SwarmError(f"{self.label} ended: it may not be able to load the file")
 
 
 def has_llama_cpp() -> bool:
@@ -146,6 +162,7 @@ def _server(asked: Open) -> Any:
     params.model.path = asked.file
     params.n_ctx, params.n_parallel, params.warmup = asked.num_tokens + _ROOM, 1, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.no_extra_bufts = bool(asked.group)
     server = xllamacpp.Server(params)
     os.dup2(parent, 1)
     return server

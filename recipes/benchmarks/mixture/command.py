@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def mixture(
     model: ModelFolder,
     fast: Annotated[str, typer.Option(help="Share of the experts that may be in memory under the limit.")] = "50%",
-    dtype: Annotated[str, typer.Option(help="Type that we compute in: float32 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type that we compute in: float32 or bfloat16.")] = "float32",
     new_tokens: NewTokens = 32,
     rounds: Rounds = 5,
     json: Json = None,
