@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from recipes.benchmarks.papers.codes import CODES
 from recipes.benchmarks.papers.ranks import RANKS
+from recipes.benchmarks.papers.reuse import REUSE
 from recipes.benchmarks.papers.shown import PICTURES, Shown
 from recipes.benchmarks.papers.sizes import SIZES
 
-KEPT: tuple[Shown, ...] = (RANKS, SIZES)
+KEPT: tuple[Shown, ...] = (CODES, REUSE, RANKS, SIZES)
 
 
 def main() -> None:

@@ -209,4 +209,4 @@ def _experts(one: Mapping[str, Any]) -> str:
     return str(counts[0]) if len(set(counts)) == 1 else "-".join(map(str, counts))
 
 
-REUSE = Shown(name="reuse", page="results.md", tables=_tables, verdicts=_verdicts, draw=_draw, size=(8.5, 8.0))
+REUSE = Shown(name="reuse", page="results.md", tables=_tables, verdicts=_verdicts, draw=_draw, size=(8.5, 3.4))
