@@ -15,6 +15,7 @@ import tinker
 import torch
 from peft import PeftModel
 from tinker import types
+from tinker.lib.retryable_exception import RetryableException
 from tinker_kit import KEYS, NAME, client_at, datum, serving
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -460,6 +461,35 @@ def test_a_checkpoint_of_another_base_is_refused(plain: Any, tokenizer: Any, tin
         with pytest.raises(tinker.APIStatusError, match=f"{paths[1]}.* was made for") as raised:
             client.create_sampling_client(model_path=paths[1]).result()
         assert 400 <= raised.value.status_code < 500
+
+
+def error_of(call: Any) -> str:
+    """Waits for a call; returns why it failed, empty if it did not."""
+    try:
+        call.result(timeout=120)
+    except (tinker.APIStatusError, tinker.RequestFailedError, RetryableException) as exc:
+        return str(exc)
+    return ""
+
+
+def test_a_client_of_a_server_that_starts_again_is_told_what_to_do(plain: Any, tokenizer: Any, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as clients:
+        with serving(plain, tokenizer, tmp_path) as url:
+            client = clients.enter_context(client_at(url))
+            training = trained(client, steps=1)
+            path = training.save_state("one").result().path
+            wanted = training.forward([datum(TEXTS[0])], "cross_entropy").result().metrics
+            calls = [training.forward_backward([datum(ids)], "cross_entropy") for ids in TEXTS * 20]
+        with serving(plain, tokenizer, tmp_path, port=int(url.rpartition(":")[2])):
+            assert not any("internal error" in error_of(call) for call in calls)
+            message = "make a new ServiceClient, and load your last checkpoint"
+            assert message in error_of(training.forward_backward([datum(TEXTS[0])], "cross_entropy"))
+            assert message in error_of(training.save_state("two"))
+            del training
+            again = clients.enter_context(client_at(url)).create_training_client_from_state_with_optimizer(path)
+            assert again.result().forward([datum(TEXTS[0])], "cross_entropy").result().metrics == wanted
+            del again
+            clients.close()
 
 
 def test_runs_and_checkpoints_are_listed(url: str, client: Any, rest: Any) -> None:

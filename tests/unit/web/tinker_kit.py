@@ -24,10 +24,12 @@ _internal_client_holder_thread_singleton.get_loop()
 
 
 @contextlib.contextmanager
-def serving(model: Any, tokenizer: Any, state_dir: Path, keys: tuple[str, ...] = KEYS, **options: Any) -> Iterator[str]:
+def serving(
+    model: Any, tokenizer: Any, state_dir: Path, keys: tuple[str, ...] = KEYS, port: int = 0, **options: Any
+) -> Iterator[str]:
     """Serves a model for training; yields the address."""
     app = create_app(model, tokenizer, name=NAME, settings=ApiSettings(api_keys=keys), state_dir=state_dir, **options)
-    with served(app) as url:
+    with served(app, port) as url:
         yield url
 
 

@@ -41,9 +41,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @contextlib.contextmanager
-def served(app: Any) -> Iterator[str]:
+def served(app: Any, port: int = 0) -> Iterator[str]:
     """Serves an app; yields its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
