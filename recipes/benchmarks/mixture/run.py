@@ -117,7 +117,7 @@ class Mixture:
         if self.dtype == "float32":
             return 0
         config = Checkpoint.open(self.directory).config.get_text_config(decoder=True)
-        return int(config.vocab_size * config.hidden_size) * getattr(torch, self.dtype).itemsize
+        return int(config.vocab_size * config.hidden_size * getattr(torch, self.dtype).itemsize)
 
     def _job(self, arm: ArmName, store: Path, budgets: Budgets, *, limit_bytes: int) -> Job:
         return Job(
