@@ -23,7 +23,7 @@ from recipes.study.study import FIGURES, REPORT, Study
 from recipes.study.training import Place, train
 from swarm_plugins.errors import ConfigError
 
-DEADLINE_S = 200
+DEADLINE_S = 600
 
 
 def study_in(folder: Path) -> Study:
@@ -39,6 +39,7 @@ def results(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # sixteen models, on a busy machine too
 def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_corpus(tmp_path, monkeypatch)
     process = multiprocessing.get_context("spawn").Process(target=train_in, args=(tmp_path,))
