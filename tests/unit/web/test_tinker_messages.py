@@ -48,7 +48,9 @@ def request(num_datums: int = 2) -> Any:
 def test_a_request_is_read() -> None:
     found = read_request(request().SerializeToString())
     assert (found.model_id, found.seq_id, found.forward_only) == ("m", 1, False)
-    assert call_of(found) == LossCall("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2})
+    assert call_of(found) == LossCall(
+        "ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2, "entropy_bonus": 0.0}
+    )
     datums = datums_of(found)
     assert [one.tokens.tolist() for one in datums] == [[5, 6]] * 2
     assert datums[0].inputs["target_tokens"].tolist() == [6, 7]
