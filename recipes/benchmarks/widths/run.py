@@ -66,14 +66,17 @@ def bench_widths(
     check_llama_cpp(gguf)
     options = {width: serving(width) for width in widths}
     local = local_model(directory)
-    prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
-    here = ModelSide("transformers, float32", (os.getpid(),), local, prompt, new_tokens)
+    prompts = [
+        prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size, shift=index)
+        for index in range(rounds + 1)
+    ]
+    here = ModelSide("transformers, float32", (os.getpid(),), local, prompts, new_tokens)
     with ExitStack() as stack:
-        ours = [_served(stack, directory, *one, prompt, new_tokens) for one in options.items()]
+        ours = [_served(stack, directory, *one, prompts, new_tokens) for one in options.items()]
         files = {file.stem: file for file in gguf}
         if not gguf and not is_alone and has_llama_cpp():
             files = _made(directory, Path(stack.enter_context(tempfile.TemporaryDirectory())), widths)
-        others = {name: _other(stack, name, file, prompt, new_tokens) for name, file in files.items()}
+        others = {name: _other(stack, name, file, prompts, new_tokens) for name, file in files.items()}
         arms = [side.arm for side in (here, *ours, *others.values())]
         take_turns("widths", arms, rounds=rounds, progress=progress)
         tokens = batch_of_texts(directory, _BATCH, local.config.vocab_size)
@@ -82,7 +85,7 @@ def bench_widths(
         report = WidthsReport(
             command="benchmark widths", model=directory.resolve().name, local=here.measured(here, steps[0])
         )
-        text = torch.cat([prompt, torch.tensor([here.tokens])], dim=1)
+        text = torch.cat([prompts[-1], torch.tensor([here.tokens])], dim=1)
         expected = _log_probabilities(local, text)
         for side, step in zip(ours, steps[1:], strict=True):
             if side.name == "float32" and side.tokens != here.tokens:
@@ -99,13 +102,14 @@ def bench_widths(
 
 
 def _served(
-    stack: ExitStack, directory: Path, width: str, chosen: dict[str, Any], prompt: Tensor, new_tokens: int
+    stack: ExitStack, directory: Path, width: str, chosen: dict[str, Any], prompts: Sequence[Tensor], new_tokens: int
 ) -> ModelSide:
     swarm = stack.enter_context(LocalSwarm(directory, num_servers=1, threads=1, **chosen))
     connection = connect(swarm.initial_peers, SwarmConfig())
+    stack.callback(connection.close)
     dtype = getattr(torch, chosen["dtype"])
     model = frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=dtype))
-    return ModelSide(width, (os.getpid(), *(server.pid for server in swarm.servers)), model, prompt, new_tokens)
+    return ModelSide(width, (os.getpid(), *(server.pid for server in swarm.servers)), model, prompts, new_tokens)
 
 
 def _made(directory: Path, folder: Path, widths: Sequence[str]) -> dict[str, Path]:
@@ -114,10 +118,10 @@ def _made(directory: Path, folder: Path, widths: Sequence[str]) -> dict[str, Pat
     return {kind: write_model(directory, folder / f"{kind}.gguf", kind) for kind in kinds}
 
 
-def _other(stack: ExitStack, name: str, file: Path, prompt: Tensor, new_tokens: int) -> LlamaCppSide:
+def _other(stack: ExitStack, name: str, file: Path, prompts: Sequence[Tensor], new_tokens: int) -> LlamaCppSide:
     llama = stack.enter_context(LlamaCpp(file))
-    llama.open(prompt.shape[1] + new_tokens)
-    return LlamaCppSide(name, llama, prompt, new_tokens)
+    llama.open(prompts[0].shape[1] + new_tokens)
+    return LlamaCppSide(name, llama, prompts, new_tokens)
 
 
 @torch.no_grad()

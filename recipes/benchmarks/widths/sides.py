@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -16,17 +17,17 @@ from recipes.benchmarks.widths.report import Measured
 
 
 class Side:
-    """Decodes after a prompt; keeps what the prompts took."""
+    """Decodes after another prompt in each round, since servers know beginnings again; keeps what the prompts took."""
 
-    def __init__(self, name: str, pids: tuple[int, ...], prompt: Tensor) -> None:
+    def __init__(self, name: str, pids: tuple[int, ...], prompts: Sequence[Tensor]) -> None:
         self.name = name
         self.arm = Arm(self.round, pids)
-        self._prompt_tokens = prompt.shape[1]
+        self._prompts = prompts
         self._prompt_s: list[float] = []
 
     def round(self) -> float:
         """Decodes; returns the seconds per token."""
-        seconds, prompt_s = self._decode()
+        seconds, prompt_s = self._decode(self._prompts[len(self._prompt_s)])
         self._prompt_s.append(prompt_s)
         return seconds
 
@@ -37,12 +38,12 @@ class Side:
             ms_per_token=self.arm.median_s * 1e3,
             over_local=self.arm.median_s / base.arm.median_s,
             cpu_over_local=self.arm.cpu_ratio(base.arm),
-            prompt_tokens_per_s=self._prompt_tokens / statistics.median(self._prompt_s[1:]),  # the first warms up
+            prompt_tokens_per_s=self._prompts[0].shape[1] / statistics.median(self._prompt_s[1:]),  # the first warms up
             training_ms=None if training is None else training.median_s * 1e3,
             **found,  # type: ignore[arg-type]
         )
 
-    def _decode(self) -> tuple[float, float]:
+    def _decode(self, prompt: Tensor) -> tuple[float, float]:
         """Returns the seconds of a token, and of the prompt with the first one."""
         raise NotImplementedError
 
@@ -51,17 +52,17 @@ class ModelSide(Side):
     """A model of transformers' classes, here or on a swarm."""
 
     def __init__(
-        self, name: str, pids: tuple[int, ...], model: PreTrainedModel, prompt: Tensor, new_tokens: int
+        self, name: str, pids: tuple[int, ...], model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int
     ) -> None:
-        super().__init__(name, pids, prompt)
+        super().__init__(name, pids, prompts)
         self.model = model
         self.tokens: list[int] = []
         """Of the last round."""
-        self._run = partial(decode, model, prompt, new_tokens)
+        self._run = partial(decode, model, new_tokens=new_tokens)
 
-    def _decode(self) -> tuple[float, float]:
+    def _decode(self, prompt: Tensor) -> tuple[float, float]:
         start = time.monotonic()
-        decoded = self._run()
+        decoded = self._run(prompt)
         self.tokens = decoded.tokens
         return decoded.seconds_per_token, decoded.times[0] - start
 
@@ -69,10 +70,10 @@ class ModelSide(Side):
 class LlamaCppSide(Side):
     """llama.cpp with a file."""
 
-    def __init__(self, name: str, llama: LlamaCpp, prompt: Tensor, new_tokens: int) -> None:
-        super().__init__(f"llama.cpp, {name}", (llama.pid,), prompt)
-        self._run = partial(llama.decode, prompt[0].tolist(), new_tokens)
+    def __init__(self, name: str, llama: LlamaCpp, prompts: Sequence[Tensor], new_tokens: int) -> None:
+        super().__init__(f"llama.cpp, {name}", (llama.pid,), prompts)
+        self._run = partial(llama.decode, new_tokens=new_tokens)
 
-    def _decode(self) -> tuple[float, float]:
-        decoded = self._run()
+    def _decode(self, prompt: Tensor) -> tuple[float, float]:
+        decoded = self._run(prompt[0].tolist())
         return decoded.seconds_per_token, decoded.prompt_s
