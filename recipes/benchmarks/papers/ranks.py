@@ -141,18 +141,17 @@ def _verdicts(figures: Figures) -> list[str]:
     most = max(one["ranks"] for one in figures["passes"])
     by_key = {(one["message_ms"], one["ranks"], one["way"]): one["counted"] for one in figures["passes"]}
     alone, together = (by_key[0.0, count, "flat"]["ms"] for count in (1, most))
-    found.append(
-        verdict(
-            f"{most} ranks take less time than one where messages cost nothing", paired(together, alone), unit=" ms"
-        )
-    )
+    claim = f"{most} ranks take less time than one where messages cost nothing"
+    found.append(verdict(claim, paired(together, alone), unit=" ms", digits=0))
     for message_ms in MESSAGE_MS:
         where = f"where a message costs {message_ms:g} ms, {most} ranks"
         flat, *others = (by_key.get((message_ms, most, way)) for way in WAYS)
         for way, other in zip(WAYS[1:], others, strict=True):
             if flat is not None and other is not None:
                 interval = paired(other["ms"], flat["ms"])
-                found.append(verdict(f"the {way} exchange is faster than the flat one {where}", interval, unit=" ms"))
+                found.append(
+                    verdict(f"the {way} exchange is faster than the flat one {where}", interval, unit=" ms", digits=0)
+                )
     return found
 
 

@@ -214,8 +214,9 @@ def _verdicts(figures: Figures) -> list[str]:
         if one["way"] != next(iter(WAYS)):
             continue
         context = next(iter(one["steps"]))
-        alone, together = t_interval(one["steps"][context]), one["together"]
-        kept = t_interval([each / alone.mean - 0.8 for each in together])
+        kept = t_interval(
+            [each / alone - 0.8 for each, alone in zip(one["together"], one["steps"][context], strict=True)]
+        )
         claim = f"several clients at once are at most 20 % slower each, {one['network']}, {one['servers']} servers"
         found.append(verdict(claim, kept, digits=2))
     return found
