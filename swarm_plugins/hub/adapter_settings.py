@@ -96,6 +96,8 @@ def _start_fault(config: dict[str, Any]) -> str | None:
         return f"sets {found}, which changes the base: convert it to plain LoRA"
     if start not in HARMLESS_STARTS:
         return f"sets init_lora_weights={str(start)[:40]!r}, which changes the base: convert it to plain LoRA"
+    if (bias := config.get("bias")) not in (None, "none"):
+        return f"sets bias={str(bias)[:40]!r}, which trains the base's own biases: set it to 'none'"
     return None
 
 

@@ -80,7 +80,7 @@ def new_adapter(base: Any, settings: str, *, seed: int | None = None) -> PeftMod
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**{**found, "task_type": "CAUSAL_LM"})
         return _with_adapter(base, config, seed)
-    except (TypeError, ValueError, KeyError) as exc:
+    except (TypeError, ValueError, KeyError, AttributeError) as exc:
         raise ConfigError(f"{PEFT_CONFIG} does not fit this model ({one_line(exc, with_kind=True)})") from exc
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,13 +16,14 @@ from torch import Tensor
 from swarm_plugins.backbone.peft_parts import plain_path
 from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.backbone.twin import twin
+from swarm_plugins.errors import SwarmError
 from swarm_plugins.noise import without_tied_remark
 from swarm_plugins.offload.model.experts import OffloadedExperts
 from swarm_plugins.tuning.computing import Computed, Part, run_pass
 from swarm_plugins.tuning.datums import Datum, LossCall
 from swarm_plugins.tuning.tuner import Tuner
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _OTHER_WEIGHTS = ("modules_to_save", "trainable_token_indices", "layer_replication")
 
 
@@ -33,6 +35,14 @@ class Call(NamedTuple):
     loss: LossCall
 
 
+class _Copy(NamedTuple):
+    """A copy of the base that has the adapters of some models."""
+
+    model: Any
+    names: dict[Tuner, str]
+    """How it calls the adapter of each."""
+
+
 class Joint:
     """A copy of the base that has the adapters of several models, whose tensors it shares. For one thread at a time.
 
@@ -42,13 +52,14 @@ class Joint:
 
     def __init__(self, base: Any) -> None:
         self._base = base
-        self._model: Any = None
-        self._names: dict[Tuner, str] = {}
+        self._copy = _Copy(None, {})
+        self._lock = threading.Lock()
         self._is_possible = True
 
     def clear(self) -> None:
-        """Forgets all models."""
-        self._model, self._names = None, {}
+        """Forgets all models, also while a pass is computed; safe in any thread."""
+        with self._lock:
+            self._copy = _Copy(None, {})
 
     def can_take(self, tuner: Tuner) -> bool:
         """Returns whether a model's rows can be in a batch with others'."""
@@ -63,16 +74,16 @@ class Joint:
             return [_alone(calls[0], backward=backward)]
         before = [_gradients(call.tuner) for call in calls]
         try:
-            self._add([call.tuner for call in calls])
-            parts = [Part(call.datums, call.loss, self._names[call.tuner]) for call in calls]
-            found: list[Any] = run_pass(self._model, parts, backward=backward)
+            shared = self._with([call.tuner for call in calls])
+            parts = [Part(call.datums, call.loss, shared.names[call.tuner]) for call in calls]
+            found: list[Any] = run_pass(shared.model, parts, backward=backward)
         except Exception as exc:  # noqa: BLE001 - each of the calls says what it is, if it is its own
             for call, gradients in zip(calls, before, strict=True):
                 _set_gradients(call.tuner, gradients)
-            if isinstance(exc, ValueError | TypeError):
-                # A layer that sees no rows, as PEFT says it; it will not see any next time.
+            if isinstance(exc, ValueError | TypeError) and not isinstance(exc, SwarmError):
+                # A layer that sees no rows, as PEFT says it; it will not see any next time. Servers may be well again.
                 self._is_possible = False
-                logger.warning("training calls of several models are computed apart from now on: %s", exc)
+                log.warning("training calls of several models are computed apart from now on: %s", exc)
             return [_alone(call, backward=backward) for call in calls]
         for call, result in zip(calls, found, strict=True):
             if backward and isinstance(result, Exception):
@@ -81,25 +92,31 @@ class Joint:
                 call.tuner.added()
         return found
 
-    def _add(self, tuners: Sequence[Tuner]) -> None:
-        """Makes the copy anew if it lacks one of some models.
+    def _with(self, tuners: Sequence[Tuner]) -> _Copy:
+        """Returns the copy; made anew if it lacks one of some models.
 
         Its tensors come last: while PEFT puts an adapter in, it changes which tensors of the others are trained.
         """
-        if all(tuner in self._names for tuner in tuners):
-            return
-        self._names = {tuner: f"row{number}" for number, tuner in enumerate(dict.fromkeys([*self._names, *tuners]))}
-        configs = {name: copy.deepcopy(tuner.model.active_peft_config) for tuner, name in self._names.items()}
+        with self._lock:
+            known = self._copy
+        if all(tuner in known.names for tuner in tuners):
+            return known
+        names = {tuner: f"row{number}" for number, tuner in enumerate(dict.fromkeys([*known.names, *tuners]))}
+        configs = {name: copy.deepcopy(tuner.model.active_peft_config) for tuner, name in names.items()}
         (first, config), *others = configs.items()
         with without_tied_remark():
             model = PeftModel(twin(self._base), config, adapter_name=first, low_cpu_mem_usage=True)
             for name, config in others:
                 model.add_adapter(name, config, low_cpu_mem_usage=True)
         places = dict(_tuned(model))
-        for tuner, name in self._names.items():
+        for tuner, name in names.items():
             for place, layer in _tuned(tuner.model):
                 _share(layer, places[place], str(tuner.model.active_adapter), name)
-        self._model = model.eval()
+        made = _Copy(model.eval(), names)
+        with self._lock:
+            if self._copy is known:  # else it was cleared meanwhile: one of these models has gone
+                self._copy = made
+        return made
 
 
 def has_rows(model: Any) -> bool:

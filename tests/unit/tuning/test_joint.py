@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.backbone.twin import twin
 from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.server.compute.scheduler import Scheduler
@@ -218,3 +219,39 @@ def test_a_server_killed_within_a_call_costs_a_replay(
             assert all(torch.equal(mine.losses, theirs.losses) for mine, theirs in zip(one, other, strict=True))
         for tuner, theirs in zip(models, wanted, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(gradients(tuner), theirs, strict=True))
+
+
+def dense_base(folders: dict[str, Path]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+
+
+def test_models_are_forgotten_while_the_copy_is_made(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop forgets at any time, also while a thread puts adapters into the copy."""
+    base = dense_base(folders)
+    models, joint, made = tuners(base), Joint(base), twin(base)
+
+    def forgotten(model: Any) -> Any:
+        joint.clear()
+        return made
+
+    monkeypatch.setattr("swarm_plugins.tuning.joint.twin", forgotten)
+    found = joint.compute(calls_of(models)[:2], backward=False)
+    assert not any(isinstance(one, Exception) for one in found)
+    assert all(map(joint.can_take, models))
+    assert not joint._copy.names  # one that has gone is not kept by a copy that is made just then
+    monkeypatch.undo()
+    joint.compute(calls_of(models)[:2], backward=False)
+    assert set(joint._copy.names) == set(models[:2])
+
+
+def test_a_failure_of_servers_does_not_end_sharing(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    base = dense_base(folders)
+    models, joint = tuners(base), Joint(base)
+
+    def refused(model: Any, parts: Any, *, backward: bool) -> Any:
+        raise ConfigError("adapters take more than a server allows a request")
+
+    monkeypatch.setattr("swarm_plugins.tuning.joint.run_pass", refused)
+    found = joint.compute(calls_of(models), backward=True)
+    assert not any(isinstance(one, Exception) for one in found)
+    assert all(map(joint.can_take, models))

@@ -157,6 +157,7 @@ def test_a_request_names_no_directory_of_this_machine(
         ({"modules_to_save": ["head"]}, "has lm_head as a module to save, but no weights"),
         ({"kasa_config": {}}, "sets kasa_config, which changes the base"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "sets layer_replication, which changes the base"),
+        ({"bias": "all"}, "sets bias='all', which trains the base's own biases"),
         ({"r": 4_000_000}, "has a rank above 4096"),
         ({"peft_type": "XLORA"}, "has the type 'XLORA'"),
         ({"rank_pattern": [1, 2]}, "has a pattern as rank_pattern"),

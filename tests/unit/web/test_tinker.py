@@ -192,10 +192,12 @@ def test_other_methods_of_peft(client: Any, plain: Any, settings: dict[str, Any]
         ("[]", "peft_config is a list"),
         ('{"peft_type": "PISSA"}', "has the type 'PISSA'; known: LORA"),
         ('{"peft_type": "LORA", "init_lora_weights": "pissa"}', "changes the base"),
+        ('{"peft_type": "LORA", "bias": "lora_only"}', "trains the base's own biases"),
         ('{"peft_type": "LORA", "target_modules": ".*"}', "name the modules instead"),
         ('{"peft_type": "LORA", "r": 100000}', "a rank above 4096"),
         ('{"peft_type": "LORA", "target_modules": ["nothing"]}', "does not fit this model"),
         ('{"peft_type": "LORA", "odd": 1}', "does not fit this model"),
+        ('{"peft_type": "LORA", "target_modules": ["q_proj"], "runtime_config": {}}', "does not fit this model"),
     ],
 )
 def test_configs_of_peft_that_are_refused(client: Any, settings: str, message: str) -> None:
