@@ -1,6 +1,7 @@
 """A trained adapter answers `swarm chat`, `swarm run` and `swarm api`, on a swarm and offloaded, as it does in memory.
 
 `python examples/talk_in_two_places.py` makes a tiny mixture; give the directory or the id of another as its argument.
+It needs the extra ``web``.
 """
 
 from __future__ import annotations

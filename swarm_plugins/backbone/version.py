@@ -67,11 +67,11 @@ def base_checkpoint(model: nn.Module, **hub: Any) -> Checkpoint | None:
         hub: Address, token and cache of the Hub, as for `Checkpoint.open`.
 
     Raises:
-        CheckpointError: If it is not there any more, or cannot be read.
+        CheckpointError: If it is not there any more, cannot be read, or holds other weights than were loaded.
     """
-    name, version = _name_of(model), base_version(model)
-    if name and _is_here(name):
-        return Checkpoint.open(name)
+    if (here := _opened_here(model)) is not None:
+        return here
+    version = base_version(model)
     if version is None or version.is_local:
         return None
     return Checkpoint.open(version.name, revision=version.revision, **hub)
@@ -93,14 +93,18 @@ def base_blocks(model: nn.Module) -> tuple[str, ...]:
     Raises:
         CheckpointError: If the files of its directory cannot be read, or have changed since the model was loaded.
     """
-    name = _name_of(model)
+    here = _opened_here(model)
+    return () if here is None else block_fingerprints(here, base_layers(model))
+
+
+def _opened_here(model: nn.Module) -> Checkpoint | None:
+    name, stack = _name_of(model), stack_of(model)
     if not name or not _is_here(name):
-        return ()
+        return None
     checkpoint = Checkpoint.open(name)
-    stack = stack_of(model)
     if stack is not None and checkpoint.version != stack.version:
         raise CheckpointError(f"{name} holds {checkpoint.version}, but the model was loaded as {stack.version}")
-    return block_fingerprints(checkpoint, base_layers(model))
+    return checkpoint
 
 
 def _is_here(name: str) -> bool:

@@ -29,6 +29,7 @@ from swarm_plugins.blocks.calls import BlockList, CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
 from swarm_plugins.weights.joining import join
+from swarm_plugins.weights.kernels.int4pack import MOST_ROWS
 from swarm_plugins.weights.kernels.plain import are_few, product_of_few
 from swarm_plugins.weights.linears import PackedLinear
 from swarm_plugins.weights.plain_linears import FewRowsLinear, has_plain_weight
@@ -237,7 +238,7 @@ class JoinedLinear:
 
     Args:
         parts: The layers.
-        most_rows: Most rows of a joined product.
+        most_rows: Most rows of a joined product with plain weights.
     """
 
     def __init__(self, parts: Sequence[Any], most_rows: int) -> None:
@@ -270,7 +271,9 @@ class JoinedLinear:
         if torch.is_grad_enabled():
             return None
         if self._packed is not None:
-            return None if self._is_patched() else cast(Tensor, self._packed(rows))
+            # Beyond, a product widens its weight: the joined one would take more memory, and round otherwise.
+            is_widened = rows.shape[0] > MOST_ROWS
+            return None if is_widened or self._is_patched() else cast(Tensor, self._packed(rows))
         if self._weight is None:
             return None
         if product is not onednn_product and rows.shape[0] > self._most_rows:

@@ -15,7 +15,8 @@ from swarm_plugins.weights.linears import PackedLinear
 def join(layers: Sequence[object]) -> PackedLinear | None:
     """Returns a layer whose result has those of others one behind the other; None if they cannot be joined.
 
-    Results are the same, bit for bit. Weights do not exist twice: the others' become views of the joined one.
+    Results of up to `MOST_ROWS` rows are the same, bit for bit; products of more widen the weight and may round
+    otherwise. Weights do not exist twice: the others' become views of the joined one.
     """
     parts = [layer for layer in layers if isinstance(layer, PackedLinear)]
     formats = [found for part in parts if (found := _format(part)) is not None]

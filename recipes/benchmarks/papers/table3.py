@@ -21,7 +21,7 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from recipes.benchmarks.arms import decode, local_model
+from recipes.benchmarks.arms import Decoded, decode, local_model
 from recipes.benchmarks.compute import SimulatedCompute
 from recipes.benchmarks.links.link import NETWORKS, Link
 from recipes.benchmarks.links.swarm import DistantSwarm
@@ -121,8 +121,11 @@ class _Chain:
         with self._swarm() as swarm:
             model = model_on(self._directory, swarm.connection)
             for context in scale.contexts:
-                rates = [self._steps(model, context, scale.new_tokens, seed) for seed in range(scale.rounds)]
-                found["steps"][str(context)] = rates
+                step = partial(_decoded, context=context, new_tokens=scale.new_tokens)
+                rounds = [step(model, seed=seed) for seed in range(scale.rounds)]
+                if rounds[0].tokens != step(self._local, seed=0).tokens:
+                    raise SwarmError(f"{self._num_servers} servers decode other tokens than the model here")
+                found["steps"][str(context)] = [_rate(one) for one in rounds]
             found["bounds"] = {"step": round(1 / self._step_bound_s(), 4)}
             for batch in scale.batches:
                 ids = _tokens(batch, LENGTH, seed=batch)
@@ -132,8 +135,8 @@ class _Chain:
             with ThreadPoolExecutor(scale.clients) as pool:
                 found["together"] = []
                 for seed in range(scale.rounds):
-                    step = partial(self._steps, context=scale.contexts[0], new_tokens=scale.new_tokens, seed=seed)
-                    found["together"].append(round(statistics.fmean(pool.map(step, models)), 4))
+                    step = partial(_decoded, context=scale.contexts[0], new_tokens=scale.new_tokens, seed=seed)
+                    found["together"].append(round(statistics.fmean(map(_rate, pool.map(step, models))), 4))
         return found
 
     def _swarm(self) -> DistantSwarm:
@@ -144,13 +147,6 @@ class _Chain:
         return DistantSwarm(
             self._directory, spans=spans, compute=[compute] * len(spans), link=self._link, config=config
         )
-
-    def _steps(self, model: PreTrainedModel, context: int, new_tokens: int, seed: int) -> float:
-        prompt = _tokens(1, context, seed=seed)
-        done = decode(model, prompt, new_tokens)
-        if seed == 0 and done.tokens != decode(self._local, prompt, new_tokens).tokens:
-            raise SwarmError(f"{self._num_servers} servers decode other tokens than the model here")
-        return round(1 / done.seconds_per_token, 4)
 
     def _step_bound_s(self) -> float:
         """Returns the least seconds of a step: waits, trips, and one hidden state on each line."""
@@ -173,6 +169,14 @@ def _made(directory: Path) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+def _decoded(model: PreTrainedModel, *, context: int, new_tokens: int, seed: int) -> Decoded:
+    return decode(model, _tokens(1, context, seed=seed), new_tokens)
+
+
+def _rate(done: Decoded) -> float:
+    return round(1 / done.seconds_per_token, 4)
 
 
 def _tokens(rows: int, length: int, *, seed: int) -> Tensor:
@@ -213,10 +217,9 @@ def _verdicts(figures: Figures) -> list[str]:
     for one in figures["rows"]:
         if one["way"] != next(iter(WAYS)):
             continue
-        context = next(iter(one["steps"]))
-        kept = t_interval(
-            [each / alone - 0.8 for each, alone in zip(one["together"], one["steps"][context], strict=True)]
-        )
+        # Rounds are pairs: their prompts are the same.
+        alone = next(iter(one["steps"].values()))
+        kept = t_interval([each / before - 0.8 for before, each in zip(alone, one["together"], strict=True)])
         claim = f"several clients at once are at most 20 % slower each, {one['network']}, {one['servers']} servers"
         found.append(verdict(claim, kept, digits=2))
     return found

@@ -76,7 +76,12 @@ def write_tensors(
         name: What the file calls the model.
 
     Raises:
-        As `write_gguf`.
+        MissingExtraError: If gguf-py is not installed.
+        UnsupportedError: If llama.cpp's models or tokenizers have no place for it.
+        ConfigError: If ``out`` exists.
+        CapacityError: If the disk has no room for it.
+        CheckpointError: If a tensor cannot be read, or a number is beyond the type's range.
+        OSError: If it cannot be written; nothing is left behind.
     """
     gguf, config = gguf_py(), checkpoint.config
     architecture = architecture_of(config)

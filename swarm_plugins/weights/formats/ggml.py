@@ -106,7 +106,8 @@ def mxfp4_parts(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mxfp4_blocks(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Returns codes ``[blocks, 16]`` with neighbors in a byte instead of those 16 columns apart, and exponents."""
-    words = raw[:, 1:].contiguous().view(torch.int16)  # two bytes each: [blocks, 8]
+    # A copy in any case: what is left of a single block counts as contiguous, but begins at an odd byte.
+    words = raw[:, 1:].clone(memory_format=torch.contiguous_format).view(torch.int16)  # two bytes each: [blocks, 8]
     low = (words & 0x0F) | ((words >> 4) & 0xF0)
     high = ((words >> 4) & 0x0F) | ((words >> 8) & 0xF0)
     return torch.cat([low, high], dim=1).to(torch.uint8), raw[:, 0]

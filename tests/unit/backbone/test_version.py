@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM, base_blocks, base_version, served_blocks
+from swarm_plugins.backbone.version import base_checkpoint
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.local_hub import LocalHub
@@ -50,6 +51,8 @@ def test_blocks_of_a_directory_that_was_overwritten_are_not_those_of_the_model(t
         save_tiny("llama", directory, seed=1)
         with pytest.raises(CheckpointError, match="but the model was loaded as"):
             base_blocks(remote)
+        with pytest.raises(CheckpointError, match="but the model was loaded as"):
+            base_checkpoint(remote)
 
 
 @pytest.fixture

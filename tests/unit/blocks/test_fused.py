@@ -32,6 +32,8 @@ from swarm_plugins.blocks.fused import (
 )
 from swarm_plugins.moe.activation import gated_silu
 from swarm_plugins.testing.models import FAMILIES
+from swarm_plugins.weights.kernels.int4pack import MOST_ROWS, is_native_order
+from swarm_plugins.weights.linears import packed
 
 KNOWN = {"llama", "mixtral", "mixtral_sliding", "qwen2_moe", "qwen3_moe"}
 
@@ -211,6 +213,14 @@ def test_many_rows_and_what_is_trained_through_are_not_joined(is_trained: bool) 
             found = joined(hidden, plain_product)
         assert [one.shape[-1] for one in found] == [4, 6]
         torch.testing.assert_close(found, [part(hidden) for part in parts])
+
+
+@pytest.mark.skipif(not is_native_order(), reason="this CPU's product takes codes in an order of its own")
+@torch.no_grad()
+def test_layers_in_four_bits_are_joined_where_no_product_widens_their_weights() -> None:
+    joined = JoinedLinear([packed(nn.Linear(64, rows, bias=False), 4) for rows in (128, 64)], 1)
+    for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+        assert (joined.joined(torch.randn(rows, 64), plain_product) is None) == (rows > MOST_ROWS)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch comes without oneDNN")

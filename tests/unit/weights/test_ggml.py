@@ -36,6 +36,14 @@ def test_weights_are_those_of_gguf_py(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", GGML_TYPES)
+def test_a_weight_may_be_a_single_block(kind: str) -> None:
+    codes, made = random_codes(kind, 2, 1), GgmlFormat((2, GGML_TYPES[kind].block), kind)
+    one = GgmlFormat((1, made.shape[1]), kind)
+    wide = [one.widen(one.checked({"codes": codes[row : row + 1]}), torch.float32) for row in range(2)]
+    assert torch.equal(torch.cat(wide), made.widen({"codes": codes}, torch.float32))
+
+
+@pytest.mark.parametrize("kind", GGML_TYPES)
 def test_blocks_have_the_sizes_of_gguf_py(kind: str) -> None:
     found = GGML_TYPES[kind]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (found.block, found.num_bytes)
