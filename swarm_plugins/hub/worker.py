@@ -111,8 +111,10 @@ class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
         self._on_pushed = on_pushed
 
     def submit(self, folder: Path, target: PushTarget) -> None:
-        """Queues a folder."""
+        """Queues a folder, unless it waits already or is being published."""
         with self._changed:
+            if (folder, target) in self._unfinished():
+                return
             if len(self._waiting) == _MAX_WAITING:
                 oldest, _ = self._waiting.popleft()
                 self.failed.append(oldest)

@@ -119,6 +119,28 @@ def test_what_waits_is_bounded(
     assert [version.folder for version in worker.pushed] == [folders[0], folders[2]]
 
 
+def test_asking_again_and_again_displaces_no_other(
+    hub: LocalHub,
+    target: PushTarget,
+    make_folder: MakeFolder,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "_MAX_WAITING", 2)
+    worker = PushWorker(token=TOKEN, retries=FAST)
+    folders = [make_folder(seed) for seed in range(3)]
+    worker.submit(folders[0], target)
+    deadline = time.monotonic() + HELD_S
+    while worker._waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for folder in (folders[1], *[folders[2]] * 5, folders[0]):
+        worker.submit(folder, target)
+    gate.set()
+    assert worker.close(30.0) == []
+    assert [version.folder for version in worker.pushed] == folders
+
+
 def test_a_closed_worker_starts_again(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
     worker = PushWorker(token=TOKEN, retries=FAST)
     assert worker.close(1.0) == []
