@@ -73,10 +73,11 @@ def _check(datum: Datum, call: LossCall, bounds: TextBounds) -> None:
         raise ConfigError(f"{length} tokens, but the model reads 1 to {bounds.context}")
     _check_inputs(datum.inputs, call.name)
     targets = datum.inputs[TARGETS]
-    if targets.ndim not in (1, 2) or len(targets) != length or targets.shape[1:].numel() > bounds.max_targets:
+    is_sound = targets.ndim in (1, 2) and len(targets) == length
+    if not is_sound or not 1 <= targets.shape[1:].numel() <= bounds.max_targets:
         raise ConfigError(
             f"{TARGETS} has shape {tuple(targets.shape)}, but the text has {length} tokens: give [{length}], or "
-            f"[{length}, K] with K up to {bounds.max_targets}"
+            f"[{length}, K] with K from 1 to {bounds.max_targets}"
         )
     for name, ids in (("tokens", datum.tokens), (TARGETS, targets)):
         if ids.dtype != torch.int64:

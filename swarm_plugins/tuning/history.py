@@ -28,7 +28,7 @@ class Tally:
     @classmethod
     def of(cls, datums: Sequence[Datum], results: Sequence[Computed], seconds: float) -> Tally:
         """Returns the sums of a call."""
-        rewards = [float(one.inputs[REWARD].float().mean()) for one in datums if _has_reward(one)]
+        rewards = [float(one.inputs[REWARD].double().mean()) for one in datums if _has_reward(one)]
         return cls(
             loss=sum(float(one.losses.sum()) for one in results),
             num_losses=sum(int(one.losses.count_nonzero()) for one in results),

@@ -43,6 +43,11 @@ def test_calls_of_a_step_that_fails_are_forgotten() -> None:
     assert [point.loss for point in history.points()] == [1.0]
 
 
+def test_a_mean_of_large_rewards_is_finite() -> None:
+    text = Datum(torch.arange(4), {"reward": torch.full((4,), 3e38)})
+    assert Tally.of([text], [computed(1.0)], 1.0).reward == pytest.approx(3e38)
+
+
 @pytest.mark.parametrize("num_steps", [7, 8, 9, 100, 1000])
 def test_points_are_bounded_and_none_is_lost(num_steps: int) -> None:
     history = History(max_points=8)

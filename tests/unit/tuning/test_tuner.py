@@ -267,7 +267,13 @@ IDS = torch.tensor([5, 6, 7])
         (IDS, {"target_tokens": IDS + 1000}, "cross_entropy", "outside of the vocabulary, 0 to 127"),
         (IDS - 9, {"target_tokens": IDS}, "cross_entropy", "outside of the vocabulary"),
         (IDS, {"target_tokens": IDS.float()}, "cross_entropy", "must be whole numbers"),
-        (IDS, {"target_tokens": IDS.view(3, 1).repeat(1, 65)}, "cross_entropy", "K up to 64"),
+        (IDS, {"target_tokens": IDS.view(3, 1).repeat(1, 65)}, "cross_entropy", "K from 1 to 64"),
+        (
+            IDS,
+            {"target_tokens": IDS.new_zeros(3, 0), "logprobs": torch.zeros(3, 0)},
+            "reverse_kl",
+            r"shape \(3, 0\).*K from 1 to 64",
+        ),
     ],
 )
 def test_texts_are_checked(tokens: Tensor, inputs: dict[str, Tensor], name: str, message: str) -> None:
