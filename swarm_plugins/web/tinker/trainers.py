@@ -19,7 +19,7 @@ from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, sa
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts
 from swarm_plugins.tuning.computing import Computed, Part, run_pass
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
-from swarm_plugins.tuning.history import Tally
+from swarm_plugins.tuning.history import History, Tally
 from swarm_plugins.tuning.joint import Call
 from swarm_plugins.tuning.optimizer_file import load_optimizer
 from swarm_plugins.tuning.snapshots import snapshot
@@ -129,7 +129,7 @@ class Trainers:
 
             try:
                 call = await anyio.to_thread.run_sync(read)
-            except ConfigError as exc:
+            except Exception as exc:
                 if backward:
                     training.tuner.fail(str(exc))
                 raise
@@ -188,6 +188,7 @@ class Trainers:
         """Answers a load_weights into a model that is there, in its turn."""
         async with self._turn(training, seq_id):
             training.tuner = await self.load(training.facts, path, with_optimizer=with_optimizer)
+            training.history = History()
             self._passes.forget()
 
     async def sampler(self, path: str | None, owner: str) -> Any:

@@ -554,6 +554,15 @@ def test_a_run_is_seen_by_its_key(url: str, client: Any) -> None:
     assert (run["num_steps"], run["rank"], anns["num_open"]) == (2, 4, 0)
     assert [(one["step"], one["reward"]) for one in run["points"]] == [(1, None), (2, 0.5)]
     assert all(one["loss"] > 0 and one["tokens_per_s"] > 0 for one in run["points"])
+    # With other weights the plot begins anew: neither steps before them are theirs, nor calls that have had no step.
+    path = training.save_state("here").result().path
+    training.forward_backward([datum(TEXTS[0], reward=[9.0])], "cross_entropy").result()
+    with pytest.warns(FutureWarning, match="load_state"):
+        training.load_state(path).result()
+    training.forward_backward([datum(TEXTS[0])], "cross_entropy").result()
+    training.optim_step(types.AdamParams()).result()
+    (run,) = httpx2.get(f"{url}/api/v1/progress", headers={"X-API-Key": KEYS[0]}).json()["runs"]
+    assert [(one["step"], one["reward"]) for one in run["points"]] == [(1, None)]
 
 
 def test_an_adapter_is_downloaded_without_a_key(client: Any, rest: Any, plain: Any, tmp_path: Path) -> None:
