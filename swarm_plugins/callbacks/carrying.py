@@ -75,7 +75,7 @@ def check_unchanged(model: nn.Module, adapter: AdapterFolder, wanted: ModelVersi
 def _tuned(adapter: AdapterFolder, layer_path: str) -> _Tuned:
     config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
     saved = config.get("modules_to_save") or ()
-    inside = re.compile(rf"(?:^|\.){re.escape(layer_path)}\.(\d+)\.")
+    inside = re.compile(rf"(?:^|\.){re.escape(layer_path)}\.(\d{{1,6}})\.")
     blocks, outside, is_prompt = set(), False, False
     for name in _names(adapter):
         if found := inside.search(name):

@@ -122,6 +122,17 @@ class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
                 log.warning("upload queue is full: %s stays on disk; publish it with: %s", oldest, how)
             self._add((folder, target))
 
+    def displaces(self, folder: Path, target: PushTarget) -> bool:
+        """Returns whether `submit` would take another folder out of the queue."""
+        with self._changed:
+            return len(self._waiting) == _MAX_WAITING and (folder, target) not in self._unfinished()
+
+    def withdraw(self, folder: Path) -> None:
+        """Takes a folder that waits out of the queue; one that is being published stays."""
+        with self._changed:
+            self._waiting = deque(item for item in self._waiting if item[0] != folder)
+            self._changed.notify_all()
+
     def close(self, timeout_s: float) -> list[Path]:
         """Waits up to ``timeout_s`` for the queue and returns the folders that were not published.
 

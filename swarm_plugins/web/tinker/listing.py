@@ -131,7 +131,10 @@ def _add_changes(
 ) -> None:
     @router.delete(_PLACE)
     def delete(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
-        store.delete(own(request, run, kind, name)[0])
+        facts, folder = own(request, run, kind, name)
+        if publisher is not None:
+            publisher.withdraw(folder)
+        store.delete(facts)
         return {}
 
     @router.put(_PLACE + "/ttl")
@@ -148,14 +151,16 @@ def _add_changes(
     @router.post(_PLACE + "/publish")
     def publish(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
         facts, folder = own(request, run, kind, name)
-        store.update(facts, public=True, expires=facts.expires)
         if publisher is not None:
             publisher.publish(folder)
+        store.update(facts, public=True, expires=facts.expires)
         return {}
 
     @router.delete(_PLACE + "/publish")
     def unpublish(request: Request, run: str, kind: str, name: str) -> dict[str, Any]:
-        facts, _ = own(request, run, kind, name)
+        facts, folder = own(request, run, kind, name)
+        if publisher is not None:
+            publisher.withdraw(folder)
         store.update(facts, public=False, expires=facts.expires)
         return {}
 

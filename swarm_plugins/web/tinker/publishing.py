@@ -6,6 +6,7 @@ from pathlib import Path
 
 from swarm_plugins.hub.folder import PushTarget
 from swarm_plugins.hub.worker import PushWorker
+from swarm_plugins.web.protocol.errors import ApiError
 
 _LEAVE_S = 10.0
 
@@ -26,12 +27,20 @@ class HubPublisher:
         """Queues the folder of a checkpoint, unless it is a version already.
 
         Raises:
+            ApiError: With status 429, if many others wait.
             OSError: If the folder cannot be written.
         """
-        if version_of(folder) is None:
-            # So that `swarm push DIR` can repeat what fails.
-            self._target.write(folder)
-            self._worker.submit(folder, self._target)
+        if version_of(folder) is not None:
+            return
+        if self._worker.displaces(folder, self._target):
+            raise ApiError("many checkpoints wait to be published: publish this one again in a minute", status=429)
+        # So that `swarm push DIR` can repeat what fails.
+        self._target.write(folder)
+        self._worker.submit(folder, self._target)
+
+    def withdraw(self, folder: Path) -> None:
+        """Takes a checkpoint that waits out of the queue; one that is on its way gets there."""
+        self._worker.withdraw(folder)
 
     def close(self) -> None:
         """Waits some seconds for what is under way, and names the commands that publish the rest."""

@@ -141,6 +141,32 @@ def test_asking_again_and_again_displaces_no_other(
     assert [version.folder for version in worker.pushed] == folders
 
 
+def test_what_waits_can_be_withdrawn(
+    hub: LocalHub,
+    target: PushTarget,
+    make_folder: MakeFolder,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "_MAX_WAITING", 1)
+    worker = PushWorker(token=TOKEN, retries=FAST)
+    first, second, third = (make_folder(seed) for seed in range(3))
+    worker.submit(first, target)
+    deadline = time.monotonic() + HELD_S
+    while worker._waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not worker.displaces(second, target)
+    worker.submit(second, target)
+    assert not worker.displaces(second, target)
+    assert worker.displaces(third, target)
+    worker.withdraw(second)
+    assert not worker.displaces(third, target)
+    gate.set()
+    assert worker.close(30.0) == []
+    assert [version.folder for version in worker.pushed] == [first]
+
+
 def test_a_closed_worker_starts_again(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
     worker = PushWorker(token=TOKEN, retries=FAST)
     assert worker.close(1.0) == []

@@ -19,6 +19,7 @@ from swarm_plugins.hub import PushTarget, push_folder
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.merging import merge_adapter
 from swarm_plugins.testing import save_tiny
+from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker import publishing
 
 # The SDK leaves connections to the collector of garbage.
@@ -67,3 +68,12 @@ def test_a_published_checkpoint_is_a_version_with_its_card(
         torch.testing.assert_close(
             logprobs.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0].detach(), torch.tensor(expected), rtol=0, atol=1e-4
         )
+
+
+def test_a_checkpoint_is_not_published_in_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = publishing.HubPublisher("me/runs")
+    monkeypatch.setattr(publisher._worker, "displaces", lambda *_: True)
+    with pytest.raises(ApiError, match="publish this one again in a minute") as refusal:
+        publisher.publish(tmp_path)
+    assert refusal.value.status == 429
+    assert not list(tmp_path.iterdir())
