@@ -182,7 +182,7 @@ def test_spans_in_motion_and_experts_are_drawn(page: Page, api: FakeApi) -> None
 
 
 def test_without_a_chat_only_the_swarm_is_shown(page: Page, api: FakeApi) -> None:
-    with served(api.app(chat=False)) as address:
+    with served(api.app(chat=False, training=False)) as address:
         alone = Page(page.driver, address).open("talk")
         alone.wait_text(".model h2", "SmolLM2")
         assert not alone.is_shown("nav a, #composer")

@@ -20,7 +20,7 @@ from swarm_plugins.hub import Manifest, PushTarget
 from swarm_plugins.local_hub import LocalHub
 
 WAIT_S = 60.0
-FILES = {".gitattributes", "adapter_config.json", "adapter_model.safetensors", "swarm.json"}
+FILES = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "swarm.json"}
 
 
 @pytest.fixture
