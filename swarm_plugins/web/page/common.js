@@ -26,6 +26,12 @@ export function icon(name) {
   return drawn("svg", { class: "glyph", "aria-hidden": "true" }, drawn("use", { href: `page/icons.svg#${name}` }));
 }
 
+/** Formats seconds since 1970 as a local time. */
+export const time = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+
+/** Returns a number with its noun. */
+export const counted = (number, noun) => (number === 1 ? `1 ${noun}` : `${number} ${noun}s`);
+
 /** Changes a text only if it differs, so that nothing is drawn, selected or read aloud anew. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -193,6 +199,7 @@ export function commandLine(command, what) {
 
 // -- views ------------------------------------------------------------------------------------------------------------
 
+const EVERY_MS = 2000;
 const watchers = [];
 const TITLES = { talk: "Talk · swarm", swarm: "Swarm", training: "Training · swarm" };
 const { chat, training } = document.body.dataset;
@@ -204,6 +211,33 @@ let rest = "";
 export function onView(name, callback) {
   watchers.push([name, callback]);
   if (shown !== "") callback(shown === name ? rest : null);
+}
+
+/** Asks every two seconds while a view is shown and the page is visible; returns a function that asks at once. */
+export function pollWhileShown(name, ask) {
+  let isShown = false;
+  let isAsking = false;
+  let timer = 0;
+  async function poll() {
+    clearTimeout(timer);
+    if (isAsking) return;
+    isAsking = true;
+    try {
+      await ask();
+    } finally {
+      isAsking = false;
+      clearTimeout(timer);
+      if (isShown && !document.hidden) timer = setTimeout(poll, EVERY_MS);
+    }
+  }
+  document.addEventListener("visibilitychange", () => {
+    if (isShown && !document.hidden) poll();
+  });
+  onView(name, (rest) => {
+    isShown = rest !== null;
+    if (isShown) poll();
+  });
+  return poll;
 }
 
 /** Removes a view that this server does not have. */

@@ -1,22 +1,17 @@
 // The view of the swarm: drawn from /api/v1/state every two seconds while somebody looks.
 
 import {
-  $, Failure, announce, commandLine, drawIfChanged, dropView, duration, failureOf, keep, make, onView, request, setText, short, shortPeer,
+  $, Failure, announce, commandLine, counted, drawIfChanged, dropView, duration, failureOf, keep, make, onView, pollWhileShown, request,
+  setText, short, shortPeer, time,
 } from "./common.js";
 
-const EVERY_MS = 2000;
 const MOST_TICKS = 8;
 
-let isShown = false;
-let timer = 0;
-let isAsking = false;
 let wantedPeer = "";
 
 // -- words ------------------------------------------------------------------------------------------------------------
 
 const span = ([start, end]) => `${start}:${end}`;
-const time = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
-const counted = (number, noun) => (number === 1 ? `1 ${noun}` : `${number} ${noun}s`);
 
 function runs(counts) {
   const found = [];
@@ -289,32 +284,18 @@ async function ask() {
   show(state);
 }
 
-async function poll() {
-  clearTimeout(timer);
-  if (isAsking) return;
-  isAsking = true;
+async function refresh() {
   try {
     await ask();
   } catch (error) {
     complain(error instanceof Failure ? error.message : "The state of the swarm cannot be read", lastSurvey);
   }
-  isAsking = false;
-  clearTimeout(timer);
-  if (isShown && !document.hidden) timer = setTimeout(poll, EVERY_MS);
 }
 
-document.addEventListener("visibilitychange", () => {
-  if (isShown && !document.hidden) poll();
-});
-
 onView("swarm", (rest) => {
-  isShown = rest !== null;
   wantedPeer = rest ?? "";
-  if (isShown) {
-    showPeer();
-    poll();
-  }
+  if (rest !== null) showPeer();
 });
 
-// Once also while the other view is shown: whether there is a swarm at all.
-if (!isShown) poll();
+// Once also while another view is shown: whether there is a swarm at all.
+pollWhileShown("swarm", refresh)();

@@ -1,16 +1,11 @@
 // The view of training: the runs of this key, drawn from /api/v1/progress every two seconds while somebody looks.
 
-import { $, Failure, drawIfChanged, drawn, failureOf, keep, make, onView, request, setText, short, shortPeer } from "./common.js";
+import {
+  $, Failure, counted, drawIfChanged, drawn, failureOf, keep, make, pollWhileShown, request, setText, short, shortPeer, time,
+} from "./common.js";
 
-const EVERY_MS = 2000;
 const [WIDTH, HEIGHT, LEFT, BOTTOM] = [320, 120, 44, 18];
 
-let isShown = false;
-let timer = 0;
-let isAsking = false;
-
-const time = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
-const counted = (number, noun) => (number === 1 ? `1 ${noun}` : `${number} ${noun}s`);
 /** Three digits, also of numbers below 0 or near it. */
 const number = (value) => (Math.abs(value) < 999.5 ? String(Number(value.toPrecision(3))) : `${value < 0 ? "-" : ""}${short(Math.abs(value))}`);
 
@@ -112,25 +107,10 @@ function complain(text) {
   if (text !== "") setText($("training-freshness"), "Not up to date");
 }
 
-async function poll() {
-  clearTimeout(timer);
-  if (isAsking) return;
-  isAsking = true;
+pollWhileShown("training", async () => {
   try {
     await ask();
   } catch (error) {
     complain(error instanceof Failure ? `${error.message} Trying again.` : "The state of training cannot be read");
   }
-  isAsking = false;
-  clearTimeout(timer);
-  if (isShown && !document.hidden) timer = setTimeout(poll, EVERY_MS);
-}
-
-document.addEventListener("visibilitychange", () => {
-  if (isShown && !document.hidden) poll();
-});
-
-onView("training", (rest) => {
-  isShown = rest !== null;
-  if (isShown) poll();
 });
