@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -92,30 +91,14 @@ class PreferenceTuner(AdapterTuner):
     ``preferred``, the share of pairs in which it does.
 
     Args:
-        base: As for [`AdapterTuner`][swarm_plugins.recipes.AdapterTuner], like all others but ``beta``.
+        base: As for [`AdapterTuner`][swarm_plugins.recipes.AdapterTuner].
         adapter: PEFT's settings.
         beta: How strongly the reference holds the model.
-        learning_rate: Step size of AdamW.
-        weight_decay: Weight decay of AdamW.
-        revision: Branch, tag or commit of the base model on the Hub.
-        output: Folder for the trained adapter.
-        optimizer: Another optimizer.
-        lr_scheduler: Schedule of the learning rate.
+        settings: The others of ``AdapterTuner``.
     """
 
-    def __init__(
-        self,
-        base: str,
-        adapter: dict[str, Any],
-        beta: float = 0.1,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 0.0,
-        revision: str | None = None,
-        output: str | None = None,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
-    ) -> None:
-        super().__init__(base, adapter, learning_rate, weight_decay, revision, output, optimizer, lr_scheduler)
+    def __init__(self, base: str, adapter: dict[str, Any], beta: float = 0.1, **settings: Any) -> None:
+        super().__init__(base, adapter, **settings)
         self.beta = beta
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

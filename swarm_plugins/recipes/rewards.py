@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from swarm_plugins.errors import ConfigError
@@ -68,19 +67,14 @@ class RewardTuner(AdapterTuner):
     Logs ``train_reward`` of sampled answers, and ``val_reward`` of the most probable ones.
 
     Args:
-        base: As for [`AdapterTuner`][swarm_plugins.recipes.AdapterTuner], like all others not named below.
+        base: As for [`AdapterTuner`][swarm_plugins.recipes.AdapterTuner].
         adapter: PEFT's settings.
         reward: Takes ``completions``, a list of answers, and each column of the data by its name, a list as long;
             returns a number for each answer, as trl's reward functions do.
         num_generations: Answers to each prompt, which are compared with each other; at least 2.
         new_tokens: Tokens of an answer, at most.
         temperature: Of sampling.
-        learning_rate: Step size of AdamW.
-        weight_decay: Weight decay of AdamW.
-        revision: Branch, tag or commit of the base model on the Hub.
-        output: Folder for the trained adapter.
-        optimizer: Another optimizer.
-        lr_scheduler: Schedule of the learning rate.
+        settings: The others of ``AdapterTuner``.
     """
 
     def __init__(
@@ -91,14 +85,9 @@ class RewardTuner(AdapterTuner):
         num_generations: int = 4,
         new_tokens: int = 20,
         temperature: float = 1.0,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 0.0,
-        revision: str | None = None,
-        output: str | None = None,
-        optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(base, adapter, learning_rate, weight_decay, revision, output, optimizer, lr_scheduler)
+        super().__init__(base, adapter, **settings)
         if num_generations < 2:
             raise ConfigError(f"num_generations must be 2 or more, got {num_generations}: answers are compared")
         self.reward = reward

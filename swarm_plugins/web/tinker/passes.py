@@ -99,6 +99,11 @@ class Passes:
             found = await asyncio.get_running_loop().run_in_executor(
                 self._threads, lambda: self._joint.compute(calls, backward=backward)
             )
+        except Exception as exc:  # noqa: BLE001 - a fault of the pass itself is an answer to each of its calls
+            for one in together:
+                if backward:
+                    one.call.tuner.fail(str(exc))
+            found = [exc] * len(together)
         except BaseException:  # at the end of the API
             for one in together:
                 one.done.cancel()

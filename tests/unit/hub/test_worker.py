@@ -47,6 +47,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
+def begin(worker: PushWorker, folder: Path, target: PushTarget) -> None:
+    """Submits a folder, and waits until its push is under way."""
+    worker.submit(folder, target)
+    deadline = time.monotonic() + HELD_S
+    while worker._waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_submitting_does_not_wait(
     hub: LocalHub, target: PushTarget, make_folder: MakeFolder, gate: threading.Event
 ) -> None:
@@ -107,11 +116,7 @@ def test_what_waits_is_bounded(
     monkeypatch.setattr(worker_module, "_MAX_WAITING", 1)
     worker = PushWorker(token=TOKEN, retries=FAST)
     folders = [make_folder(seed) for seed in range(3)]
-    worker.submit(folders[0], target)
-    deadline = time.monotonic() + HELD_S
-    while worker._waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    begin(worker, folders[0], target)
     worker.submit(folders[1], target)
     worker.submit(folders[2], target)
     gate.set()
@@ -129,11 +134,7 @@ def test_asking_again_and_again_displaces_no_other(
     monkeypatch.setattr(worker_module, "_MAX_WAITING", 2)
     worker = PushWorker(token=TOKEN, retries=FAST)
     folders = [make_folder(seed) for seed in range(3)]
-    worker.submit(folders[0], target)
-    deadline = time.monotonic() + HELD_S
-    while worker._waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    begin(worker, folders[0], target)
     for folder in (folders[1], *[folders[2]] * 5, folders[0]):
         worker.submit(folder, target)
     gate.set()
@@ -151,11 +152,7 @@ def test_what_waits_can_be_withdrawn(
     monkeypatch.setattr(worker_module, "_MAX_WAITING", 1)
     worker = PushWorker(token=TOKEN, retries=FAST)
     first, second, third = (make_folder(seed) for seed in range(3))
-    worker.submit(first, target)
-    deadline = time.monotonic() + HELD_S
-    while worker._waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    begin(worker, first, target)
     assert not worker.displaces(second, target)
     worker.submit(second, target)
     assert not worker.displaces(second, target)

@@ -29,8 +29,14 @@ def anyio_backend() -> str:
 class Tuner:
     """Stands for a model: what it computes alone."""
 
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+
     def compute(self, datums: Sequence[Datum], loss: LossCall, *, backward: bool) -> Any:
         return ["alone"]
+
+    def fail(self, why: str) -> None:
+        self.faults.append(why)
 
 
 class Recorded:
@@ -93,6 +99,22 @@ async def test_those_that_wait_share_a_pass(passes: tuple[Any, Recorded]) -> Non
     await asyncio.gather(first, other)
     # What wants no gradients is computed without.
     assert sorted(len(each) for each in joint.passes) == [1, 1, 3]
+
+
+async def test_a_fault_of_the_pass_is_an_answer_and_refuses_the_next_step(
+    passes: tuple[Any, Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, joint = passes
+
+    def broken(calls: Sequence[Any], *, backward: bool) -> list[Any]:
+        raise MemoryError("no room for gradients")
+
+    monkeypatch.setattr(joint, "compute", broken)
+    trained, scored = Tuner(), Tuner()
+    for model, backward in ((trained, True), (scored, False)):
+        with pytest.raises(MemoryError, match="no room for gradients"):
+            await one.compute("ben", call(model), backward=backward)
+    assert (trained.faults, scored.faults) == (["no room for gradients"], [])
 
 
 async def test_passes_are_bounded(passes: tuple[Any, Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
