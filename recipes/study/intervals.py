@@ -1,4 +1,4 @@
-"""Means of paired differences with their t-intervals, without tables."""
+"""Means of differences, paired or not, with their t-intervals, without tables."""
 
 from __future__ import annotations
 
@@ -41,6 +41,26 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Inter
         return Interval(mean, -math.inf, math.inf, 1)
     half = t_quantile((1 + confidence) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half, len(values))
+
+
+def welch_interval(values: Sequence[float], others: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Returns the mean of values minus that of others that are not their pairs; unbounded for a single one of either.
+
+    Welch's interval, with his degrees of freedom rounded down. Its ``count`` is that of the fewer.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    mean, count = statistics.fmean(values) - statistics.fmean(others), min(len(values), len(others))
+    if count == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    errors = [statistics.variance(one) / len(one) for one in (values, others)]
+    total = sum(errors)
+    if total == 0:
+        return Interval(mean, mean, mean, count)
+    shares = (error**2 / (len(one) - 1) for error, one in zip(errors, (values, others), strict=True))
+    half = t_quantile((1 + confidence) / 2, max(1, int(total**2 / sum(shares)))) * math.sqrt(total)
+    return Interval(mean, mean - half, mean + half, count)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

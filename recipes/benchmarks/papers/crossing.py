@@ -17,10 +17,10 @@ from recipes.benchmarks.links import NETWORKS, Relay
 from recipes.benchmarks.network.models import load_models
 from recipes.benchmarks.offload.figures import ArmName
 from recipes.benchmarks.offload.run import PROMPT_TOKENS, bench_offload
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, plus_minus, verdict
 from recipes.benchmarks.swarm import swarm_model
 from recipes.study.drawing import GOOD, INK, MARK, MUTED, WARM, tidy
-from recipes.study.intervals import t_interval
+from recipes.study.intervals import t_interval, welch_interval
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 
@@ -114,7 +114,7 @@ def _verdicts(figures: Figures) -> list[str]:
     return [
         verdict(
             f"a swarm on {network} is faster than {name} with {ratio:.1f} times the memory's size",
-            paired(rates, swarm),
+            welch_interval(swarm, rates),  # measured one after the other: their rounds are no pairs
             unit=" tokens/s",
             digits=2,
         )

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from recipes.study.intervals import t_cdf, t_interval, t_quantile
+from recipes.study.intervals import t_cdf, t_interval, t_quantile, welch_interval
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,14 @@ def test_one_value_bounds_nothing() -> None:
 def test_impossible_quantiles_are_refused(probability: float, degrees: int) -> None:
     with pytest.raises(ValueError, match=rf"got {probability} and {degrees}"):
         t_quantile(probability, degrees)
+
+
+def test_the_interval_of_values_that_are_no_pairs() -> None:
+    found = welch_interval([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])
+    half = 2.776445 * math.sqrt(2 / 3)  # of equal variances: four degrees of freedom
+    assert (found.mean, found.count) == (-3.0, 3)
+    assert (found.low, found.high) == pytest.approx((-3 - half, -3 + half))
+    # Without a variance of their own, the others only move the mean.
+    alone, moved = t_interval([1.0, 2.0, 3.0]), welch_interval([1.0, 2.0, 3.0], [0.5, 0.5])
+    assert (moved.low, moved.high) == pytest.approx((alone.low - 0.5, alone.high - 0.5))
+    assert welch_interval([1.0], [0.0, 0.5]).low == -math.inf
