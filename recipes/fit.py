@@ -7,7 +7,7 @@ SWARM_INITIAL_PEERS=/ip4/... fabric run --strategy swarm --devices 2 recipes/fit
 fabric run --strategy expert_parallel --devices 2 --accelerator cpu recipes/fit.py --config recipes/prmoe.yaml
 ```
 
-Options before the script are those of `fabric run` and hold for the recipe's Trainer; options after it are those of
+Options before the script belong to `fabric run` and configure the recipe's Trainer; options after it belong to
 `swarm fit`. Two runs at once on one machine: give one of them another ``--main-port``.
 """
 

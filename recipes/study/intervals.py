@@ -44,9 +44,9 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Inter
 
 
 def welch_interval(values: Sequence[float], others: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Returns the mean of values minus that of others that are not their pairs; unbounded for a single one of either.
+    """Returns the difference of two unpaired means; unbounded if either has a single value.
 
-    Welch's interval, with his degrees of freedom rounded down. Its ``count`` is that of the fewer.
+    Welch's interval, with its degrees of freedom rounded down; ``count`` is the smaller sample's.
 
     Raises:
         ValueError: If there are none.

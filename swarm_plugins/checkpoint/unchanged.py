@@ -1,4 +1,4 @@
-"""Which blocks of two versions of a model are the same: equal settings, and equal bytes of every tensor.
+"""Finds blocks that are equal in two versions of a model: equal settings, and equal bytes of every tensor.
 
 A file of weights on the Hub has a SHA-256, so blocks in shards that have not changed are equal without a look at them.
 Other blocks are read from both versions and compared, the small tensors first: training changes all of them, so that
@@ -84,7 +84,7 @@ def _is_same_family(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def _settings(value: Any) -> Any:
-    """Returns settings, also those of a part of the model, without the ones that make no difference to blocks."""
+    """Drops settings that do not affect blocks, at every level."""
     if not isinstance(value, dict):
         return value
     return {key: _settings(one) for key, one in value.items() if key not in VOLATILE | _OUTSIDE}

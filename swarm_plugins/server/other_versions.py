@@ -1,4 +1,4 @@
-"""Finds blocks that other versions of the model have too, so that one server serves users of all of them."""
+"""Finds blocks unchanged in other versions of the model, so that one server serves users of all versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EVERY_S = 600.0
 
 
 class OtherVersions:
-    """Compares a server's blocks with those of other versions, again when a branch or the server has moved.
+    """Compares a server's blocks with other versions, again when a branch or the server has moved.
 
     Args:
         config: Which versions.

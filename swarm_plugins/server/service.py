@@ -62,7 +62,7 @@ class _Serving:
     counts: ServiceCounts = field(default_factory=ServiceCounts)
     draining: Draining = field(default_factory=Draining)
     unchanged: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """Blocks of other versions of the model that are the same as those of this one, by version."""
+    """Blocks that are unchanged in other versions of the model, by version."""
 
     @property
     def version(self) -> str:

@@ -1,4 +1,4 @@
-"""What the steps of a run were like, in a bounded number of points: for a plot."""
+"""A run's history as a bounded number of points for a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pass over the base for the calls of several models: each row of a batch takes its own adapter."""
+"""Computes calls of several models in one pass: each row of a batch takes its own adapter."""
 
 from __future__ import annotations
 

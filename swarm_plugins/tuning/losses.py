@@ -51,7 +51,7 @@ class Loss:
     by_position: tuple[str, ...] = ()
     """Names of inputs with one value a position, also where there are several targets."""
     check: Callable[[Inputs], None] | None = None
-    """Raises ConfigError if the inputs, each of which is sound, do not fit each other."""
+    """Raises ConfigError if inputs that are valid by themselves do not fit each other."""
 
 
 def _cross_entropy(scores: Scores, inputs: Inputs, settings: Settings) -> Tensor:

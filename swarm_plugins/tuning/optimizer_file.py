@@ -16,7 +16,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_optimizer(tuner: Tuner, folder: Path) -> None:
-    """Writes the optimizer's state beside an adapter."""
+    """Writes the optimizer's state into an adapter's folder."""
     tensors = {
         f"{name}.{moment}": tuner.optimizer.state[parameter][moment]
         for name, parameter in tuner.parameters.items()

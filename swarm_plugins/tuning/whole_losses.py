@@ -49,7 +49,7 @@ def check_reference(inputs: Mapping[str, Tensor]) -> None:
         raise ConfigError("target_tokens names a token twice at one position: name each once")
     most = float(reference.view(len(targets), -1).double().exp().sum(dim=1).max())
     if most > 1 + _ROUNDING:
-        raise ConfigError(f"logprobs are no log probabilities: at one position they add up to {most:.4g}, not to 1")
+        raise ConfigError(f"logprobs are not log probabilities: their exponentials add up to {most:.4g}, not to 1")
 
 
 def _with_rest(everything: Tensor, targets: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

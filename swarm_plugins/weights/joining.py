@@ -13,7 +13,7 @@ from swarm_plugins.weights.linears import PackedLinear
 
 
 def join(layers: Sequence[object]) -> PackedLinear | None:
-    """Returns a layer whose result has those of others one behind the other; None if they cannot be joined.
+    """Joins layers into one whose result concatenates theirs; None if they cannot be joined.
 
     Results of up to `MOST_ROWS` rows are the same, bit for bit; products of more widen the weight and may round
     otherwise. Weights do not exist twice: the others' become views of the joined one.

@@ -61,7 +61,7 @@ def repacking_of(stored: PublishedFormat, dtype: torch.dtype) -> Repacking | Non
 
 
 def _of_stack(stored: StackedFormat, dtype: torch.dtype) -> Repacking | None:
-    """Returns the form of weights in one that are packed alike: that of one weight with all rows."""
+    """Returns the format of equally packed weights joined along their rows."""
     first = stored.pieces[0]
     if any(piece != first for piece in stored.pieces):
         return None

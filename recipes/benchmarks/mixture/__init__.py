@@ -1,1 +1,1 @@
-"""A mixture in 4 bits whose experts are offloaded, beside llama.cpp with the same weights."""
+"""An offloaded mixture in 4 bits against llama.cpp with the same weights."""

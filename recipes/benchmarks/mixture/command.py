@@ -1,4 +1,4 @@
-"""The command of the benchmark ``mixture``: offloaded experts in 4 bits, beside llama.cpp."""
+"""The command of the benchmark ``mixture``: offloaded experts in 4 bits against llama.cpp."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def bench_codes(
         progress: Shows how far it is.
 
     Raises:
-        ConfigError: If there is no model, tokenizer or text.
+        ConfigError: If the model, its tokenizer or a text is missing.
         MissingExtraError: If the texts are not installed.
     """
     models: dict[str, Any] = {}

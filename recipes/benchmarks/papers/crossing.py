@@ -45,7 +45,7 @@ def bench_crossing(
         progress: Shows how far it is.
 
     Raises:
-        ConfigError: If there is no mixture in the directory.
+        ConfigError: If the directory does not hold a mixture.
         SwarmError: If tokens differ.
     """
     local, _ = load_models(directory, None)
@@ -114,7 +114,7 @@ def _verdicts(figures: Figures) -> list[str]:
     return [
         verdict(
             f"a swarm on {network} is faster than {name} with {ratio:.1f} times the memory's size",
-            welch_interval(swarm, rates),  # measured one after the other: their rounds are no pairs
+            welch_interval(swarm, rates),  # measured one after the other, so not paired
             unit=" tokens/s",
             digits=2,
         )

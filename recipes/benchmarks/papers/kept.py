@@ -1,4 +1,4 @@
-"""The records that are kept beside the docs: each draws its picture and makes its tables again."""
+"""Regenerates the pictures and tables of the docs from their kept figures."""
 
 from __future__ import annotations
 

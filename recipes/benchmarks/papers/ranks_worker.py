@@ -1,7 +1,7 @@
 """One rank of an exchange: real rows over gloo, with messages that cost a stated time and experts that wait.
 
-Two cores cannot compute for eight ranks at once, nor are messages on one machine those of a cluster. So experts wait
-instead of computing, and each message, and each byte, to another node waits as long as it would take there.
+Two cores cannot compute for eight ranks at once, and messages on one machine are faster than on a cluster. So experts
+wait instead of computing, and each message, and each byte, to another node waits as long as it would take there.
 """
 
 from __future__ import annotations

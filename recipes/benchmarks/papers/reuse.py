@@ -49,9 +49,9 @@ def bench_reuse(
         progress: Shows how far it is.
 
     Raises:
-        ConfigError: If there is no model, tokenizer or text.
+        ConfigError: If the model, its tokenizer or a text is missing.
         MissingExtraError: If the texts are not installed.
-        UnsupportedError: If a model is no mixture of experts.
+        UnsupportedError: If a model is not a mixture of experts.
     """
     models: dict[str, Any] = {}
     for name, model, pieces in _models(directories, prmoe, num_pieces, length, progress):

@@ -51,7 +51,7 @@ class Shown:
     """Of the picture, in inches."""
 
     def kept(self) -> dict[str, Any]:
-        """Returns the figures that are kept beside the docs."""
+        """Reads the figures kept with the docs."""
         record: dict[str, Any] = json.loads((PICTURES / f"{self.name}.json").read_text())
         return dict(record["figures"])
 

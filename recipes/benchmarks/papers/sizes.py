@@ -50,7 +50,7 @@ def bench_sizes(*, plot: Path | None, progress: Progress) -> ShownReport:
 
 
 def count(config: PRMoEConfig) -> dict[str, Any]:
-    """Returns the parameters of a model: all, those outside of experts, those of an expert, experts by layer."""
+    """Counts a model's parameters: all, outside experts, of one expert, and experts by layer."""
     with torch.device("meta"):
         model = PRMoEForCausalLM(config)
     total = sum(one.numel() for one in model.parameters())

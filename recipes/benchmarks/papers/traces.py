@@ -40,10 +40,10 @@ class Trace:
 
 
 def traces(model: nn.Module, pieces: Tensor, on_piece: Callable[[], None]) -> list[Trace]:
-    """Reads pieces ``[pieces, T]``, all tokens at once: their experts are those of decoding token by token.
+    """Reads pieces ``[pieces, T]``, all tokens at once, which routes them as decoding token by token does.
 
     Raises:
-        UnsupportedError: If the model has no routers beside its experts.
+        UnsupportedError: If the model's routers are not found.
     """
     routers = find_routers(model)
     if not routers:

@@ -35,7 +35,7 @@ def bench_narrow(
     rounds: int,
     progress: Progress,
 ) -> SwarmReport:
-    """Compares a step of several sessions, of which each gets a token, with a step of one session in float32.
+    """Compares a step of several sessions, one token each, with a step of one session in float32.
 
     Raises:
         ConfigError: If the width is unknown.

@@ -1,1 +1,1 @@
-"""Decoding through servers that keep their weights in several widths, beside llama.cpp with the same weights."""
+"""Decoding through servers with weights in several widths, against llama.cpp with the same weights."""

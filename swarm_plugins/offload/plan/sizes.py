@@ -197,7 +197,7 @@ def _by_kind(used: Sequence[tuple[StoredFormat, int]]) -> tuple[PackedProducts, 
 
 
 def _kind(form: StoredFormat) -> Hashable:
-    """Returns what the time of a product with a weight depends on, beside its size."""
+    """Returns what a product's time depends on other than the weight's size."""
     if isinstance(form, StackedFormat):
         return type(form), *map(_kind, form.pieces)
     return type(form), getattr(form, "kind", None)

@@ -1,4 +1,4 @@
-"""Training calls of different models that wait at the same time share a pass over the base."""
+"""Lets waiting training calls of different models share a pass over the base."""
 
 from __future__ import annotations
 

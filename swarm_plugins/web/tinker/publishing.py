@@ -1,4 +1,4 @@
-"""Checkpoints that their runs make public, as versions of a repository on the Hub."""
+"""Publishes checkpoints as versions of a repository on the Hub."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HubPublisher:
 
 
 def version_of(folder: Path) -> str | None:
-    """Returns which version of which repository a checkpoint was published as, ``USER/NAME@TAG``; None if none.
+    """Returns the version that a checkpoint was published as, ``USER/NAME@TAG``; None if it was not.
 
     Raises:
         ConfigError: If the note of it is corrupt.

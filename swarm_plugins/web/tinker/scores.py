@@ -1,4 +1,4 @@
-"""Prompts that are scored, in padded batches: evaluations ask for hundreds of them, each by itself, all at once.
+"""Scores prompts in padded batches: evaluations send hundreds of single requests at once.
 
 By itself each would take a session on the servers, a pass of its prompt and one of the token that the SDK asks for.
 """

@@ -92,7 +92,7 @@ def test_entropy_is_rewarded_where_there_is_an_advantage(name: str) -> None:
     ("changed", "message"),
     [
         ({"target_tokens": torch.tensor([[2, 2], [0, 6], [1, 3]])}, "names a token twice"),
-        ({"logprobs": torch.zeros(3, 2)}, "they add up to 2, not to 1"),
+        ({"logprobs": torch.zeros(3, 2)}, "exponentials add up to 2, not to 1"),
         ({"logprobs": torch.full((3, 2), float("-inf"))}, "logprobs is NaN or infinite"),
         ({"weights": torch.ones(3, 2)}, r"weights must have \(3,\)"),
     ],
