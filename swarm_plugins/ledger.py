@@ -44,7 +44,7 @@ class Ledger:
 
     Args:
         limit: Most of all peers together.
-        max_peer_share: Share of the limit that one peer may hold when the others hold nothing; 1 is no bound.
+        max_peer_share: Share of the limit that one peer may hold when the others hold nothing; 1 sets no bound.
         noun: What is counted, for messages.
         groups: Which peers share. None: each peer counts by itself, and none is known.
         reserved: Part of the limit that only known peers may take.

@@ -139,7 +139,7 @@ def _small_models(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedModel, P
         stack = RemoteStack(version=checkpoint.version, num_blocks=end, tied=tied)
         stack._remote = cast("RemoteBlocks", _Spans(spans, checkpoint.version))
         yield (
-            # As stored: what is lost on the way to a file is no fault of the cut.
+            # As stored: the cut is not to blame for what a file loses.
             type(made).from_pretrained(folder, dtype=torch.float32).eval(),
             load_remote(
                 type(outline),

@@ -213,7 +213,7 @@ def _flattened(state: Mapping[Any, Any], file: Path) -> Iterator[tuple[str, Tens
         keys_fit = all(isinstance(key, str) and len(key) <= _KEY_CHARS for key in level)
         if depth > _DEPTH or num_entries > _MOST_ENTRIES or not keys_fit:
             raise CheckpointError(
-                f"{file} is not a model's state: under {before[:_KEY_CHARS]!r} it has keys that are no names of up to "
+                f"{file} is not a model's state: under {before[:_KEY_CHARS]!r} it has keys that are not names of up to "
                 f"{_KEY_CHARS} characters, more than {_MOST_ENTRIES} entries, or {_DEPTH} levels: fetch it again"
             )
         for key, value in level.items():

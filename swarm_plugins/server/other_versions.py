@@ -98,6 +98,8 @@ class OtherVersions:
         repo, sign, revision = name.rpartition("@")
         if Path(name).expanduser().is_dir():
             return Checkpoint.open(name)
+        if name.startswith(("/", ".", "~")):  # no branch, nor a repository
+            raise ConfigError(f"also_versions names {name!r}, but there is no such directory: give another version")
         if sign:
             return Checkpoint.open(repo, revision=revision)
         if self._version.is_local:

@@ -184,7 +184,7 @@ class _Run:
         self._seen = seen_by(cache)
         self._is_first = True
         self._num_virtual = 0
-        """Places of the cache that are no tokens: before the text, from PEFT's prompt and prefix tuning."""
+        """Places of the cache that hold no tokens: before the text, from PEFT's prompt and prefix tuning."""
         self._takes_positions = self._places.positions is not None
         # A window counts places, so rows with holes would see less than their window; states take in each place.
         self._is_dense = _has_window(model) or any(keeps_states(layer) for layer in cache.layers)

@@ -69,7 +69,7 @@ def new_adapter(base: Any, settings: str, *, seed: int | None = None) -> PeftMod
         seed: Of its random start. None: another one each time.
 
     Raises:
-        ConfigError: If it is no such config, or cannot be put into this model.
+        ConfigError: If it is not such a config, or cannot be put into this model.
         CheckpointError: If the kind of adapter, or a setting, would change the base for others or has no bound.
     """
     try:

@@ -158,9 +158,7 @@ class CheckpointStore:
             OSError: If it cannot be written; nothing is left behind.
         """
         if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{printable(name[:150])!r} is no name of a checkpoint: use letters, digits, '_', '-', '.'"
-            )
+            raise ConfigError(f"{printable(name[:150])!r} is not a checkpoint name: use letters, digits, '_', '-', '.'")
         folder = self._folder(run.run) / kind / name
         if folder.exists() and not overwrite:
             raise ConfigError(f"the run has {kind}/{name} already: give another name, or overwrite=True")
@@ -193,7 +191,7 @@ class CheckpointStore:
         """
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
-            raise ConfigError(f"{printable(path[:200])!r} is no path: expected tinker://RUN/{'|'.join(KINDS)}/NAME")
+            raise ConfigError(f"{printable(path[:200])!r} is not a path: expected tinker://RUN/{'|'.join(KINDS)}/NAME")
         run, kind, name = parts
         known = _RUN.fullmatch(run) and _NAME.fullmatch(name) and self._run(run)
         facts = self._facts(self._folder(run) / kind / name) if known else None
@@ -224,7 +222,7 @@ class CheckpointStore:
 
     def _folder(self, run: str) -> Path:
         if not _RUN.fullmatch(run):
-            raise ConfigError(f"{printable(run[:100])!r} is no id of a run")
+            raise ConfigError(f"{printable(run[:100])!r} is not a run id")
         return self._root / "runs" / run
 
     def _run(self, run: str) -> RunFacts | None:

@@ -111,10 +111,22 @@ def _computed(model: Any, rows: Sequence[tuple[Part, Datum]]) -> list[Computed]:
     names = [part.adapter for part, _ in rows]
     by_row = {"adapter_names": names} if any(names) else {}
     logits = _logits(model, [datum.tokens for _, datum in rows], **by_row)
-    return [
-        _lossed(row[: len(datum.tokens)].float().cpu(), datum, part.call)
-        for row, (part, datum) in zip(logits, rows, strict=True)
-    ]
+    # The function that samples are scored by: its rounding over a large vocabulary has a bias of its own.
+    everything = logits.float().cpu().log_softmax(dim=2)
+    # Of all rows at once: the gradient of each access is as large as all logits.
+    named = [datum.inputs[TARGETS].view(len(datum.tokens), -1) for _, datum in rows]  # [N, K]
+    index = torch.zeros(*everything.shape[:2], max(one.shape[1] for one in named), dtype=torch.int64)
+    for row, one in zip(index, named, strict=True):
+        row[: one.shape[0], : one.shape[1]] = one
+    chosen = everything.gather(2, index)
+    found = []
+    for row, (part, datum) in enumerate(rows):
+        length, count = named[row].shape
+        logprobs = chosen[row, :length, :count].reshape(datum.inputs[TARGETS].shape)
+        scores = Scores(logprobs, everything[row, :length])
+        losses = LOSSES[part.call.name].compute(scores, datum.inputs, part.call.settings)
+        found.append(Computed(logprobs, losses))
+    return found
 
 
 def _logits(model: Any, texts: Sequence[Tensor], **by_row: Any) -> Tensor:
@@ -126,12 +138,3 @@ def _logits(model: Any, texts: Sequence[Tensor], **by_row: Any) -> Tensor:
     )
     logits: Tensor = output.logits[:, -ids.shape[1] :]  # virtual tokens of soft prompts come first
     return logits
-
-
-def _lossed(logits: Tensor, datum: Datum, call: LossCall) -> Computed:
-    """Computes a loss from the logits ``[N, V]`` of one text."""
-    targets = datum.inputs[TARGETS]
-    # The function that samples are scored by: its rounding over a large vocabulary has a bias of its own.
-    everything = logits.log_softmax(dim=1)
-    logprobs = everything.gather(1, targets.view(len(targets), -1)).view(targets.shape)
-    return Computed(logprobs, LOSSES[call.name].compute(Scores(logprobs, everything), datum.inputs, call.settings))

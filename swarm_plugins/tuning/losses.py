@@ -165,7 +165,7 @@ def settings_of(name: str, given: Mapping[str, float | str]) -> Settings:
     """Returns the settings of a loss: those given, and defaults.
 
     Raises:
-        ConfigError: If the loss has no such setting, or it is no finite number.
+        ConfigError: If the loss has no such setting, or its value is not finite.
     """
     known = find_loss(name).settings
     chosen = dict(known)

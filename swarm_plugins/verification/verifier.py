@@ -126,7 +126,7 @@ class Verifier(CheckingGuard):
             return
         session, when = self._shadows[history]
         if not session.follows(history):
-            # Its cache was cropped or reordered: what has been followed is no part of it any more.
+            # Its cache was cropped or reordered: what has been followed is gone from it.
             del self._shadows[history]
             return
         session.add(call, answer, sent)

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 def formats(
     model: ModelFolder,
     format: Annotated[
-        list[str] | None, typer.Option(help="fp8, MXFP4, Q8_0, Q4_K, Q4_0, int8, int4 or nf4; repeatable.")
+        list[str] | None,
+        typer.Option(help="fp8, pack-quantized, Q8_0, Q4_K, Q4_0, MXFP4, int8, int4 or nf4; repeatable."),
     ] = None,
     pieces: Annotated[int, typer.Option(help="Pieces of each text.", min=2, max=1000)] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 256,
+    dtype: Annotated[str, typer.Option(help="What servers of packed blocks compute in.")] = "float32",
     json: Json = None,
 ) -> None:
     """Measure losses on English and on Python, with blocks in each published format and in our own few bits."""
@@ -28,6 +30,6 @@ def formats(
     def run(progress: Progress) -> Report:
         from recipes.benchmarks.formats.run import bench_formats
 
-        return bench_formats(model, formats=format, num_pieces=pieces, length=length, progress=progress)
+        return bench_formats(model, formats=format, num_pieces=pieces, length=length, progress=progress, dtype=dtype)
 
     measure("formats", run, json)

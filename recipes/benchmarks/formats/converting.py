@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,8 @@ from swarm_plugins.merging.llama_cpp.writing import add_fields, open_writer
 
 GGUF_TYPES = ("Q8_0", "Q4_K", "Q4_0", "MXFP4")
 _FP8_BLOCK = (128, 128)
+_INT4 = "pack-quantized"
+_INT4_GROUP = 32
 # What llama.cpp takes for rows that are not whole blocks of 256.
 _INSTEAD = {"Q4_K": "Q5_0"}
 _WIDE = ("token_embd.weight", "output.weight")
@@ -36,25 +39,58 @@ _WIDE = ("token_embd.weight", "output.weight")
 
 def write_fp8(source: Path, out: Path) -> Path:
     """Writes a checkpoint whose linear layers are e4m3 with a scale per block of 128 x 128, by transformers."""
-    checkpoint = Checkpoint.open(source)
     quantize: Any = Fp8Quantize(
         SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=_FP8_BLOCK, scale_fmt=None))
     )
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        # transformers takes whole blocks only; those at the edges are cut, as DeepSeek's are.
+        rows, columns = weight.shape
+        padded = functional.pad(weight, (0, -columns % _FP8_BLOCK[1], 0, -rows % _FP8_BLOCK[0]))
+        made: dict[str, Tensor] = quantize.convert({name: padded})
+        made[name] = made[name][:rows, :columns].contiguous()
+        return made
+
+    return _write(source, out, {"quant_method": "fp8", "weight_block_size": list(_FP8_BLOCK)}, pack)
+
+
+def write_int4(source: Path, out: Path) -> Path:
+    """Writes a checkpoint whose linear layers are integers of 4 bits in groups of 32, by compressed-tensors.
+
+    Raises:
+        MissingExtraError: If it is not installed.
+    """
+    try:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    except ImportError as exc:
+        raise MissingExtraError(f"{_INT4} needs the package compressed-tensors: {exc}") from exc
+    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=_INT4_GROUP, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor: Any = BaseCompressor.get_value_from_registry(_INT4)
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        scales = weight.unflatten(1, (-1, _INT4_GROUP)).abs().amax(dim=2) / 7
+        parts = compressor.compress({"weight": weight, "weight_scale": scales.bfloat16()}, scheme)
+        return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+
+    groups = {"group_0": {"targets": ["Linear"], "weights": json.loads(weights.model_dump_json())}}
+    config = {"quant_method": "compressed-tensors", "format": _INT4, "config_groups": groups, "ignore": ["lm_head"]}
+    return _write(source, out, config, pack)
+
+
+def _write(
+    source: Path, out: Path, config: Mapping[str, Any], pack: Callable[[str, Tensor], dict[str, Tensor]]
+) -> Path:
+    """Writes a checkpoint with packed linear layers; `pack` gets a weight's name, and the weight in float32."""
+    checkpoint = Checkpoint.open(source)
     tensors: dict[str, Tensor] = {}
     for name, tensor in checkpoint.read(list(checkpoint.tensors)).items():
-        if tensor.ndim != 2 or ".layers." not in name:
-            tensors[name] = tensor
-            continue
-        # transformers takes whole blocks only; those at the edges are cut, as DeepSeek's are.
-        rows, columns = tensor.shape
-        padded = functional.pad(tensor.float(), (0, -columns % _FP8_BLOCK[1], 0, -rows % _FP8_BLOCK[0]))
-        made = quantize.convert({name: padded})
-        made[name] = made[name][:rows, :columns].contiguous()
-        tensors.update(made)
+        is_packed = tensor.ndim == 2 and ".layers." in name
+        tensors.update(pack(name, tensor.float()) if is_packed else {name: tensor})
     out.mkdir()
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(_FP8_BLOCK)}
-    (out / "config.json").write_text(json.dumps(config))
+    fields = json.loads((source / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
     for file in source.glob("*.json"):
         if file.name not in ("config.json", "model.safetensors.index.json"):
             shutil.copy(file, out)
@@ -132,3 +168,11 @@ class _Ggml:
         if written != found.nbytes:
             raise ValueError(f"ggml wrote {written} bytes, expected {found.nbytes}")
         return found
+
+
+WRITERS: Mapping[str, Callable[[Path, Path], Path]] = {
+    "fp8": write_fp8,
+    _INT4: write_int4,
+    **{kind: partial(write_gguf, kind=kind) for kind in GGUF_TYPES},
+}
+"""Write a checkpoint, the first argument, in a published format to a new folder or file, the second."""

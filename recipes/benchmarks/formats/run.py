@@ -14,19 +14,20 @@ from torch import Tensor
 
 from recipes.benchmarks.arms import check_directory
 from recipes.benchmarks.figures import Report, new_table
-from recipes.benchmarks.formats.converting import GGUF_TYPES, write_fp8, write_gguf
+from recipes.benchmarks.formats.converting import WRITERS
 from recipes.benchmarks.texts import library_pieces, text_pieces
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.server.config import DTYPES
 from swarm_plugins.talk.turns import load_tokenizer
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.weights.choice import format_of
 from swarm_plugins.weights.names import HOSTED_WIDTHS
 
 _WIDE = "float32"
-FORMATS = ("fp8", *GGUF_TYPES, *HOSTED_WIDTHS)
+FORMATS = (*WRITERS, *HOSTED_WIDTHS)
 """Published ones first, then those that servers quantize to while they load."""
 
 
@@ -37,6 +38,8 @@ class Row:
     format: str
     block_bytes: int
     """Of all weights in blocks, as the file has them; of what is quantized while loading, in memory."""
+    held_bytes: int | None
+    """What servers hold for them; None: of what is quantized while loading."""
     losses: tuple[Figure, ...]
     """By text, with standard errors over pieces."""
     changes: tuple[Figure, ...]
@@ -52,19 +55,31 @@ class FormatsReport(Report):
 
     def tables(self) -> Iterator[Table]:
         """Yields one table with a row for each format."""
-        headings = ("blocks in", "size", *(name for text in self.texts for name in (f"loss, {text}", "change")))
+        headings = (
+            "blocks in",
+            "size",
+            "in memory",
+            *(name for text in self.texts for name in (f"loss, {text}", "change")),
+        )
         table = new_table(f"{self.command}: {self.model}", headings, names=("blocks in",))
         for row in self.rows:
             cells = []
             for loss, changed in zip(row.losses, row.changes, strict=True):
                 told = f"{changed.mean:+.4f} ± {changed.standard_error:.4f}"
                 cells += [f"{loss.mean:.4f} ± {loss.standard_error:.4f}", "" if row.format == _WIDE else told]
-            table.add_row(row.format, f"{row.block_bytes / 1e6:.1f} MB", *cells)
+            held = "" if row.held_bytes is None else f"{row.held_bytes / row.block_bytes:.2f}"
+            table.add_row(row.format, f"{row.block_bytes / 1e6:.1f} MB", held, *cells)
         yield table
 
 
 def bench_formats(
-    directory: Path, *, formats: Sequence[str] | None, num_pieces: int, length: int, progress: Progress
+    directory: Path,
+    *,
+    formats: Sequence[str] | None,
+    num_pieces: int,
+    length: int,
+    progress: Progress,
+    dtype: str = _WIDE,
 ) -> FormatsReport:
     """Converts a model to each format, serves it, and compares its losses with float32's.
 
@@ -74,14 +89,17 @@ def bench_formats(
         num_pieces: Pieces of each text.
         length: Tokens of each.
         progress: Shows how far it is.
+        dtype: What servers of packed blocks compute in.
 
     Raises:
-        ConfigError: If a format is not known.
+        ConfigError: If a format or type is not known.
         MissingExtraError: If a format is asked for that a package is missing for.
     """
     for name in formats or ():
         if name not in FORMATS:
             raise ConfigError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown --dtype {dtype!r}; known: {', '.join(DTYPES)}")
     check_directory(directory)
     tokenizer = load_tokenizer(str(directory), None)
     texts = (text_pieces(tokenizer, None, num_pieces, length), library_pieces(tokenizer, num_pieces, length))
@@ -90,7 +108,7 @@ def bench_formats(
     bar = progress.add_task("formats", total=1 + len(formats or FORMATS))
     for name in (_WIDE, *(formats or FORMATS)):
         try:
-            num_bytes, losses = _measure(directory, name, [pieces for pieces, _ in texts])
+            num_bytes, held, losses = _measure(directory, name, dtype, [pieces for pieces, _ in texts])
         except MissingExtraError as exc:
             if formats is not None:
                 raise
@@ -103,27 +121,29 @@ def bench_formats(
             Row(
                 format=name,
                 block_bytes=num_bytes,
+                held_bytes=held,
                 losses=tuple(map(Figure.of, losses)),
                 changes=tuple(change(before, after) for before, after in zip(exact, losses, strict=True)),
             )
         )
     counts = " and ".join(f"{pieces.numel()} tokens of {name} in {len(pieces)} pieces" for pieces, name in texts)
-    report.notes.append(f"{counts}; computed in float32; embeddings, norms and head stay in float32")
+    report.notes.append(f"{counts}; packed blocks computed in {dtype}; embeddings, norms and head stay in float32")
     return report
 
 
-def _measure(directory: Path, name: str, texts: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
-    """Returns the bytes of all blocks, and the losses ``[pieces]`` of each text."""
+def _measure(directory: Path, name: str, dtype: str, texts: Sequence[Tensor]) -> tuple[int, int | None, list[Tensor]]:
+    """Returns the bytes of all blocks in the file and in memory, and the losses ``[pieces]`` of each text."""
     with tempfile.TemporaryDirectory(prefix="swarm-formats-") as work:
-        source = directory
-        if name == "fp8":
-            source = write_fp8(directory, Path(work) / "fp8")
-        elif name in GGUF_TYPES:
-            source = write_gguf(directory, Path(work) / f"{name}.gguf", name)
+        source = WRITERS[name](directory, Path(work) / f"{name}.gguf") if name in WRITERS else directory
         quantization = name if name in HOSTED_WIDTHS else "none"
-        with InProcessSwarm(source, dtype=torch.float32, quantization=quantization) as swarm:
+        with InProcessSwarm(
+            source, dtype=getattr(torch, _WIDE if name == _WIDE else dtype), quantization=quantization
+        ) as swarm:
             model = AutoSwarmModelForCausalLM.from_pretrained(source, connection=swarm.connection, dtype=torch.float32)
-            return _block_bytes(source, quantization), [losses_of(model, pieces, name) for pieces in texts]
+            runners = [service.runner for service in swarm.services.values()]
+            held = sum(runner.num_bytes for runner in runners if runner is not None)
+            losses = [losses_of(model, pieces, name) for pieces in texts]
+            return _block_bytes(source, quantization), held if quantization == "none" else None, losses
 
 
 def _block_bytes(source: Path, quantization: str) -> int:

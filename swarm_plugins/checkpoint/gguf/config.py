@@ -75,7 +75,7 @@ def config_fields(
     first = "blk.0.attn_output.weight" if is_latent else "blk.0.attn_q.weight"
     queries, table = tensors.get(first), tensors.get("token_embd.weight")
     if queries is None or table is None:
-        raise CheckpointError(f"{label} has no token_embd.weight or {first}: it is no whole model")
+        raise CheckpointError(f"{label} has no token_embd.weight or {first}: the model is incomplete")
     if is_latent:
         fields.update(_latent(stated, fields["num_attention_heads"]))
     fields.setdefault("head_dim", queries.shape[0] // fields["num_attention_heads"])
@@ -168,7 +168,12 @@ def _latent_widths(fields: Mapping[str, Any], *, in_halves: bool) -> dict[str, l
     turned, queries = fields["qk_rope_head_dim"], fields["q_lora_rank"]
     rows = heads * (nope + turned)
     values = fields["v_head_dim"]
-    halves = {"blk.0.attn_k_b.weight": [heads, rank, nope], "blk.0.attn_v_b.weight": [heads, values, rank]}
+    # Of each block: heads that differ could be read as other heads with as many rows in all.
+    halves = {
+        f"blk.{block}.attn_{half}_b.weight": shape
+        for block in range(fields["num_hidden_layers"])
+        for half, shape in (("k", [heads, rank, nope]), ("v", [heads, values, rank]))
+    }
     wanted = {
         "blk.0.attn_kv_a_mqa.weight": [rank + turned, hidden],
         **(halves if in_halves else {"blk.0.attn_kv_b.weight": [heads * (nope + values), rank]}),

@@ -173,7 +173,7 @@ class _Cursor:
         try:
             return self.take(length).decode()
         except UnicodeDecodeError as exc:
-            raise CheckpointError(f"a name in the header of {self.label} is no text: fetch the file again") from exc
+            raise CheckpointError(f"a name in the header of {self.label} is not text: fetch the file again") from exc
 
     def value(self, kind: int) -> Value | None:
         """Returns a value of the metadata; None for an array or a long text, which are skipped."""
@@ -240,7 +240,7 @@ class _Entry(NamedTuple):
         block, block_bytes = BLOCK_SIZES[kind]
         if not all(0 < one < _MAX_SIZE for one in self.sizes) or self.sizes[0] % block:
             raise CheckpointError(
-                f"{what} has the shape {list(self.sizes)}, whose rows are no whole blocks of {block} weights ({kind}): "
+                f"{what} has the shape {list(self.sizes)}, rows are not whole blocks of {block} weights ({kind}): "
                 "the header is corrupt, fetch the file again"
             )
         num_bytes = math.prod(self.sizes) // block * block_bytes

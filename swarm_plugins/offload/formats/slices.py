@@ -26,7 +26,7 @@ class SlicedFormat:
         is_concatenated: Whether gate and up projections lie one after the other, not interleaved.
 
     Raises:
-        ConfigError: If the inner dimension is no multiple of n.
+        ConfigError: If n does not divide the inner dimension.
     """
 
     def __init__(

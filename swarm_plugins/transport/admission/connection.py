@@ -104,7 +104,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
         self.gate = gate
         self._alive = True
         self._daemon_listen_maddr = Multiaddr(f"/unix{socket_path}")
-        # Never listened on: calls of the DHT are no streams.
+        # Never listened on: calls of the DHT use no streams.
         self._client_listen_maddr = Multiaddr(f"/unix{socket_path}-dht-{secrets.token_hex(4)}")
         self._client = Client(_initialized_with_create=True)
         self._client.control = await _Control.create(

@@ -114,7 +114,7 @@ async def _read_status(reader: asyncio.StreamReader) -> int:
         (first,) = await reader.readexactly(1)
         length = first & 0x7F
         if first >= 0x80:
-            # Two bytes at most: a longer number is no answer.
+            # Two bytes at most: no answer has a longer number.
             (second,) = await reader.readexactly(1)
             if second >= 0x80:
                 raise ProtocolError("a relay's answer cannot be read: it is too long")

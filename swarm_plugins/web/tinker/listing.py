@@ -58,7 +58,7 @@ class Links:
 
 
 def listing_router(store: CheckpointStore, publisher: HubPublisher | None) -> APIRouter:
-    """Returns the routes. Those that are no coroutines run in threads: they read folders."""
+    """Returns the routes. Plain functions run in threads: they read folders."""
     router, links = APIRouter(), Links()
 
     @router.get("/training_runs")

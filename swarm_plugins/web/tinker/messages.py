@@ -169,7 +169,7 @@ def _varint(data: memoryview) -> tuple[int, memoryview]:
         value |= (data[place] & 0x7F) << 7 * place
         if data[place] < 0x80:
             return value, data[place + 1 :]
-    raise ConfigError("the body is no protobuf")
+    raise ConfigError("the body is not protobuf")
 
 
 def _inner_kinds() -> dict[str, dict[int, str]]:

@@ -51,7 +51,7 @@ def datums_of(request: Any) -> list[Datum]:
     """Returns the texts of a request.
 
     Raises:
-        ConfigError: If one is no text of tokens, or its tensors are damaged or too large.
+        ConfigError: If one is not a text of tokens, or its tensors are damaged or too large.
     """
     found, room = [], _MAX_CELLS
     if not request.data:
@@ -118,7 +118,7 @@ def _dense(sparse: Any, shape: list[int], dtype: np.dtype[Any], name: str) -> np
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not is_sound:
-        raise ConfigError(f"{name} is no matrix in compressed rows of shape {shape}")
+        raise ConfigError(f"{name} is not a matrix in compressed rows of shape {shape}")
     cells = np.zeros(shape, dtype)
     cells[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     return cells.reshape(-1)
@@ -126,7 +126,7 @@ def _dense(sparse: Any, shape: list[int], dtype: np.dtype[Any], name: str) -> np
 
 def _array(data: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, Any]:
     if len(data) % dtype.itemsize:
-        raise ConfigError(f"{name} has {len(data)} bytes, which are no whole values of {dtype.itemsize}")
+        raise ConfigError(f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 

@@ -14,7 +14,7 @@ from swarm_plugins.weights.stored import Part, PublishedFormat, check_scales
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_GROUP, _NV_GROUP = 32, 16
 _EXPONENT_BIAS = 127
-# Of e8m0, the type of MXFP4's scales: the one byte that is no number.
+# Of e8m0, the type of MXFP4's scales: the one byte that means NaN.
 _NAN = 255
 
 
@@ -89,7 +89,7 @@ def mxfp4_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
 
 def _check_columns(shape: tuple[int, int], group: int) -> None:
     if shape[1] % group:
-        raise ValueError(f"its {shape[1]} columns are no multiple of {group}, which share a scale")
+        raise ValueError(f"its {shape[1]} columns are not a multiple of {group}, which share a scale")
 
 
 def _steps(codes: Tensor) -> Tensor:

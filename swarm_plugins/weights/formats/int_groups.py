@@ -34,7 +34,7 @@ class IntGroups(PublishedFormat):
         if self.bits not in BITS:
             raise ValueError(f"it has codes of {self.bits} bits, known are {', '.join(map(str, BITS))}")
         if self.group_size < 1 or self.shape[1] % self.group_size:
-            raise ValueError(f"its {self.shape[1]} columns are no multiple of the group size {self.group_size}")
+            raise ValueError(f"its {self.shape[1]} columns are not a multiple of the group size {self.group_size}")
 
     @property
     def num_groups(self) -> int:

@@ -37,7 +37,9 @@ class Widening:
     wide_bytes: int
     """Of these, in memory."""
     product_bytes: int
-    """About what a product with the largest packed weight takes while it is widened; 0: none is."""
+    """About what widening the largest packed weight takes, for the time of a product."""
+    widens_each: bool
+    """Whether each product with some weight widens it; others do for many rows, and for gradients."""
     repacked: tuple[str, ...]
     """Weights that a CPU multiplies with in another form, made once at load."""
     repacked_stored_bytes: int
@@ -48,7 +50,8 @@ class Widening:
     def __str__(self) -> str:
         told = f"packed weights stay {self.format}"
         if self.product_bytes:
-            told += f"; each product widens its own, in about {format_bytes(self.product_bytes)}"
+            which = "each product" if self.widens_each else "a product of many rows, or for gradients,"
+            told += f"; {which} widens its own, in about {format_bytes(self.product_bytes)}"
         if self.repacked:
             held, stored = format_bytes(self.repacked_bytes), format_bytes(self.repacked_stored_bytes)
             told += (
@@ -108,7 +111,6 @@ def widening_of(
     """Returns what the packed weights of a model take; arguments are as for `held_weights`."""
     held = held_weights(placing, dtype, keeps_experts=keeps_experts, device=device)
     others = list(placing.others.values())
-    widened = [one.form for one in held if isinstance(kernel_for(one.form, device), WideningKernel)]
     repacked = [weight for one in held if one.is_repacked for weight in one.weights]
     published = placing.published
     infos = published.checkpoint.tensors
@@ -119,7 +121,8 @@ def widening_of(
         names=tuple(weight.name for weight in others),
         stored_bytes=_stored_bytes(placing, others),
         wide_bytes=sum(math.prod(weight.wide_shape) for weight in others) * dtype.itemsize,
-        product_bytes=max((math.prod(one.shape) for one in widened), default=0) * (_TEMPORARY_BYTES + dtype.itemsize),
+        product_bytes=max((math.prod(one.form.shape) for one in held), default=0) * (_TEMPORARY_BYTES + dtype.itemsize),
+        widens_each=any(isinstance(kernel_for(one.form, device), WideningKernel) for one in held),
         repacked=tuple(weight.name for weight in repacked),
         repacked_stored_bytes=_stored_bytes(placing, repacked),
         repacked_bytes=sum(one.num_bytes(device) for one in held if one.is_repacked),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from recipes.benchmarks.formats import run
-from recipes.benchmarks.formats.converting import write_fp8, write_gguf
+from recipes.benchmarks.formats.converting import WRITERS
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import ConfigError
@@ -20,7 +20,7 @@ from swarm_plugins.testing.models import tiny_tokenizer
 
 pytest.importorskip("gguf")
 # Half a step of e4m3 is a sixteenth of a number; of Q8_0 and Q4_0, about that part of a group's largest number.
-STEPS = {"fp8": 2.0**-4, "Q8_0": 1 / 200, "Q4_0": 1 / 8}
+STEPS = {"fp8": 2.0**-4, "pack-quantized": 1 / 13, "Q8_0": 1 / 200, "Q4_0": 1 / 8}
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_checkpoint_has_the_weights_rounded_once(model: Path, tmp_path: Path, name: str) -> None:
-    out = write_fp8(model, tmp_path / "fp8") if name == "fp8" else write_gguf(model, tmp_path / "toy.gguf", name)
-    checkpoint = Checkpoint.open(out)
+    if name == "pack-quantized":
+        pytest.importorskip("compressed_tensors", exc_type=ImportError)
+    checkpoint = Checkpoint.open(WRITERS[name](model, tmp_path / "toy.gguf"))
     base = PlainBase(checkpoint, meta_model(checkpoint.config, torch.float32), torch.float32)
     wanted = load_file(model / "model.safetensors")
     assert base.tensors.keys() == wanted.keys()
@@ -62,7 +63,7 @@ def test_a_table_has_a_row_for_each_format(model: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run, "library_pieces", lambda *_: (pieces.flip(1), "two"))
     with Progress(disable=True) as progress:
         report = run.bench_formats(model, formats=["Q8_0", "int8"], num_pieces=3, length=32, progress=progress)
-        with pytest.raises(ConfigError, match="unknown format 'Q9'; known: fp8, Q8_0"):
+        with pytest.raises(ConfigError, match="unknown format 'Q9'; known: fp8, pack-quantized, Q8_0"):
             run.bench_formats(model, formats=["Q9"], num_pieces=3, length=32, progress=progress)
     wide, *packed = report.rows
     assert [row.format for row in packed] == ["Q8_0", "int8"]
@@ -71,6 +72,10 @@ def test_a_table_has_a_row_for_each_format(model: Path, monkeypatch: pytest.Monk
     norms = 2 * 2 * 64 * 4
     assert wide.block_bytes == 4 * weights + norms
     assert packed[0].block_bytes == weights * 34 // 32 + norms
+    assert wide.block_bytes <= wide.held_bytes <= 1.1 * wide.block_bytes
+    # Codes and scales apart, which are of float32 then.
+    assert weights * 34 // 32 <= packed[0].held_bytes <= 1.1 * packed[0].block_bytes
+    assert packed[1].held_bytes is None
     assert packed[1].block_bytes == weights + 4 * 2 * (2 * 64 + 2 * 32 + 2 * 160 + 64) + norms
     assert all(one.mean == 0 for one in wide.changes)
     assert all(0 < abs(one.mean) < 0.05 for row in packed for one in row.changes)

@@ -129,7 +129,7 @@ def test_long_texts_are_neither_kept_nor_repeated() -> None:
         ),
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 8, 1 << 60), "values of type 8, which is not read"),
         (header(("a", (32,) * 5, 0, 0)), "has 5 dimensions"),
-        (header(("a", (33, 2), 8, 0)), "no whole blocks of 32"),
+        (header(("a", (33, 2), 8, 0)), "not whole blocks of 32"),
         (header(("a", (0, 2), 0, 0)), r"shape \[0, 2\]"),
         (header(("a", (1 << 60,), 0, 0)), "shape"),
         (header(("a", (32,), 0, 0), ("b", (32,), 0, 64)), "in the same bytes"),
