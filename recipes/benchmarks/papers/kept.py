@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from recipes.benchmarks.papers.codes import CODES
+from recipes.benchmarks.papers.crossing import CROSSING
 from recipes.benchmarks.papers.ranks import RANKS
 from recipes.benchmarks.papers.reuse import REUSE
 from recipes.benchmarks.papers.shown import PICTURES, Shown
 from recipes.benchmarks.papers.sizes import SIZES
 
-KEPT: tuple[Shown, ...] = (CODES, REUSE, RANKS, SIZES)
+KEPT: tuple[Shown, ...] = (CODES, CROSSING, REUSE, RANKS, SIZES)
 
 
 def main() -> None:
