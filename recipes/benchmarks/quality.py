@@ -6,9 +6,10 @@ import gc
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.table import Table
 from torch import Tensor
@@ -26,6 +27,18 @@ from swarm_plugins.talk.turns import load_tokenizer
 
 def _order(width: Width) -> tuple[int, str]:
     return num_bits(width), str(width)
+
+
+class Widths(NamedTuple):
+    """One pair of widths."""
+
+    attention: Width
+    """Of all linear layers but experts and the output head."""
+    experts: Width
+
+
+Use = Callable[[Widths, PreTrainedModel, int, float], None]
+"""Takes a pair of widths, a model that has them, the bytes of all its weights, and the bits of an expert's weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,29 +118,48 @@ def _measure(
     revision: str | None,
 ) -> None:
     baselines: dict[str, Tensor] = {}
+
+    def use(widths: Widths, loaded: PreTrainedModel, num_bytes: int, bits_per_expert_weight: float) -> None:
+        for text, tokens in pieces.items():
+            losses = losses_of(loaded, tokens, f"experts {widths.experts}, attention {widths.attention}, {text}")
+            report.rows.append(
+                Row(
+                    text=text,
+                    attention_bits=widths.attention,
+                    expert_bits=widths.experts,
+                    num_bytes=num_bytes,
+                    bits_per_expert_weight=bits_per_expert_weight,
+                    perplexity=math.exp(Figure.of(losses).mean),
+                    loss_change=change(baselines.setdefault(text, losses), losses),
+                )
+            )
+
+    with_each(model, work, [Widths(one, other) for other in experts for one in attention], use, revision=revision)
+
+
+def with_each(model: str, work: Path, widths: Sequence[Widths], use: Use, *, revision: str | None = None) -> None:
+    """Loads a mixture with each pair of widths, the widest experts first.
+
+    Args:
+        model: A directory, or its id on the Hub.
+        work: Folder for the experts of one width at a time.
+        widths: The pairs.
+        use: Called with each model, which it must not keep.
+        revision: Of the model on the Hub.
+    """
     other_bytes: dict[Width, int] = {}
-    for expert_bits in sorted(experts, key=_order, reverse=True):
+    for expert_bits in sorted({one.experts for one in widths}, key=_order, reverse=True):
         store = work / f"experts-{expert_bits}"
         size = quantize_checkpoint(model, store, expert_bits=expert_bits, revision=revision)
-        for other_bits in sorted(attention, key=_order, reverse=True):
+        mine = {one.attention for one in widths if one.experts == expert_bits}
+        for other_bits in sorted(mine, key=_order, reverse=True):
             loaded = load_offloaded(store, OffloadConfig(prefetch=False), device="cpu")
             if other_bits not in other_bytes:
                 other_bytes[other_bits] = _num_bytes(loaded, other_bits)
             if other_bits != 16:
                 quantize_linears(loaded, other_bits, is_fitted=True)
-            for text, tokens in pieces.items():
-                losses = losses_of(loaded, tokens, f"experts {expert_bits}, attention {other_bits}, {text}")
-                report.rows.append(
-                    Row(
-                        text=text,
-                        attention_bits=other_bits,
-                        expert_bits=expert_bits,
-                        num_bytes=size.expert_bytes + other_bytes[other_bits],
-                        bits_per_expert_weight=size.bits_per_expert_weight,
-                        perplexity=math.exp(Figure.of(losses).mean),
-                        loss_change=change(baselines.setdefault(text, losses), losses),
-                    )
-                )
+            num_bytes = size.expert_bytes + other_bytes[other_bits]
+            use(Widths(other_bits, expert_bits), loaded, num_bytes, size.bits_per_expert_weight)
             # Models contain reference cycles: only this closes their files and frees memory.
             del loaded
             gc.collect()

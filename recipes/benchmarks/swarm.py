@@ -23,9 +23,9 @@ def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConf
     return model_on(directory, connect(initial_peers, config or SwarmConfig()))
 
 
-def model_on(directory: Path, connection: SwarmConnection) -> PreTrainedModel:
+def model_on(directory: Path, connection: SwarmConnection, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Loads the client's share of the model, whose blocks run on the servers of a connection."""
-    return frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=torch.float32))
+    return frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=dtype))
 
 
 def serving(width: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from recipes.study.corpus import gather, is_held_out
-from swarm_plugins.demo.text import demo_pieces, pieces_of
+from swarm_plugins.demo.text import demo_documents, demo_pieces, pieces_by_document, pieces_of
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.rows import load_rows
 
@@ -72,9 +72,30 @@ def library_pieces(tokenizer: Any, num_pieces: int, length: int) -> tuple[Tensor
         ConfigError: If no module is long enough.
         MissingExtraError: If the addresses, which the study's text has as well, are not installed.
     """
+    return pieces_of(tokenizer, _modules(), length, per_document=1)[:num_pieces], "Python modules"
+
+
+def document_pieces(tokenizer: Any, text: str, length: int, per_document: int) -> list[Tensor]:
+    """Returns pieces of each held-out document, ``[pieces, length]``, most ``per_document``.
+
+    Args:
+        tokenizer: The model's.
+        text: ``addresses`` or ``python``.
+        length: Tokens of a piece.
+        per_document: Most pieces of a document.
+
+    Raises:
+        ConfigError: If no document is long enough.
+        MissingExtraError: If the addresses are not installed.
+    """
+    rows = _modules() if text == "python" else demo_documents()[1]
+    return pieces_by_document(tokenizer, rows, length, per_document=per_document)
+
+
+def _modules() -> Dataset:
+    """Returns the modules of Python's standard library that the study holds out."""
     modules = {name: text for name, text in gather().items() if name.startswith("python/") and is_held_out(name)}
-    rows = Dataset.from_dict({"document": list(modules), "text": list(modules.values())})
-    return pieces_of(tokenizer, rows, length, per_document=1)[:num_pieces], "Python modules"
+    return Dataset.from_dict({"document": list(modules), "text": list(modules.values())})
 
 
 def _content(path: Path, num_tokens: int) -> str:

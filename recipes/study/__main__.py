@@ -32,8 +32,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.study", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path("runs/prmoe_study"), help="keeps runs and text")
     parser.add_argument("--output", type=Path, help="where the report goes; default: --dir")
-    parser.add_argument("--stage", choices=["all", "train", "cost", "report"], default="all", help="what to do")
+    parser.add_argument(
+        "--stage", choices=["all", "train", "words", "cost", "report"], default="all", help="what to do"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm, at least 3")
+    parser.add_argument("--arms", nargs="+", help="train these alone, teachers included; default: all")
     parser.add_argument("--steps", type=int, default=800, help="steps of a run")
     parser.add_argument("--rows", type=int, default=8, help="sequences of a step")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
@@ -71,9 +74,12 @@ def run(options: argparse.Namespace) -> None:
         folder=options.dir,
         seeds=range(options.seeds),
         device=options.device,
+        arms=options.arms,
     )
     if options.stage in ("all", "train"):
         study.train(jobs=options.jobs)
+    if options.stage in ("all", "words"):
+        study.measure_words()
     if options.stage in ("all", "cost"):
         study.measure_cost()
     study.report(options.output or options.dir)

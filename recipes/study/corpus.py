@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,20 +49,22 @@ class Corpus:
     Args:
         train: Tokens of the training files, one after the other, ``[N]``.
         held_out: Tokens of the other files, ``[M]``.
-        token_bytes: Bytes of text each token stands for, ``[V]``.
+        token_texts: The tokens as byte-level BPE writes them: each byte as one character.
         facts: Where they come from.
     """
 
-    def __init__(self, train: Tensor, held_out: Tensor, token_bytes: Tensor, facts: CorpusFacts) -> None:
+    def __init__(self, train: Tensor, held_out: Tensor, token_texts: Sequence[str], facts: CorpusFacts) -> None:
         self.train = train
         self.held_out = held_out
-        self.token_bytes = token_bytes
+        self.token_texts = token_texts
+        self.token_bytes = torch.tensor([0 if text == END_OF_FILE else len(text) for text in token_texts])
+        """Bytes of text each token stands for, ``[V]``."""
         self.facts = facts
 
     @property
     def vocab_size(self) -> int:
         """Number of different tokens."""
-        return self.token_bytes.shape[0]
+        return len(self.token_texts)
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> Tensor:
         """Returns the tokens of a training step, ``[rows, length + 1]``, cut at random places.
@@ -100,7 +102,8 @@ def load_corpus(folder: Path, vocab_size: int) -> Corpus:
     if int(arrays["train"].max()) >= vocab_size or arrays["train"].shape[0] != facts.train_tokens:
         raise ConfigError(f"{file.with_suffix('.npz')} does not belong to {file}: remove both, they are made again")
     train, held_out = (torch.from_numpy(arrays[split].astype(numpy.int32)) for split in ("train", "held_out"))
-    return Corpus(train, held_out, _bytes_of_tokens(tokenizer), facts)
+    token_texts = [tokenizer.id_to_token(token) or "" for token in range(tokenizer.get_vocab_size())]
+    return Corpus(train, held_out, token_texts, facts)
 
 
 def gather() -> dict[str, str]:
@@ -170,9 +173,3 @@ def _train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _bytes_of_tokens(tokenizer: Tokenizer) -> Tensor:
-    # Byte-level BPE writes each byte as one character.
-    names = [tokenizer.id_to_token(token) or "" for token in range(tokenizer.get_vocab_size())]
-    return torch.tensor([0 if name == END_OF_FILE else len(name) for name in names])

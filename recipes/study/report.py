@@ -11,6 +11,7 @@ from recipes.study.arms import CLAIMS, Claim, Plan
 from recipes.study.corpus import CorpusFacts
 from recipes.study.intervals import Interval, t_interval
 from recipes.study.training import Place
+from recipes.study import words
 
 SHOWN = "shown"
 NOT_SHOWN = "not shown"
@@ -86,9 +87,17 @@ def outcomes(figures: Mapping[str, Any]) -> list[Outcome]:
     return [judge(claim, losses) for claim in CLAIMS]
 
 
+def word_outcomes(figures: Mapping[str, Any]) -> list[Outcome]:
+    """Returns the verdict on every claim about last words; differences are in percentage points."""
+    missed = words.missed(figures["words"])
+    return [judge(claim, missed) for claim in words.CLAIMS]
+
+
 def as_markdown(figures: Mapping[str, Any]) -> str:
-    """Returns the tables of the report: budget, claims, arms and costs."""
-    parts = [_budget(figures), _claims(figures), _arms(figures)]
+    """Returns the tables of the report: budget, claims, arms, last words and costs."""
+    parts = [_budget(figures), _claims(outcomes(figures)), _arms(figures)]
+    if "words" in figures:
+        parts += [_words(figures), _claims(word_outcomes(figures), digits=2)]
     if "cost" in figures:
         parts.append(_costs(figures))
     return "\n\n".join(parts) + "\n"
@@ -127,17 +136,17 @@ def _budget(figures: Mapping[str, Any]) -> str:
     return _table(("budget", ""), rows)
 
 
-def _claims(figures: Mapping[str, Any]) -> str:
+def _claims(found: Sequence[Outcome], digits: int = 4) -> str:
     rows = [
         (
             one.claim.name,
             f"section {one.claim.source}",
-            _with_range(one.difference),
-            _with_range(one.evidence) if one.claim.baseline else "the same",
+            _with_range(one.difference, digits),
+            _with_range(one.evidence, digits) if one.claim.baseline else "the same",
             0 if one.evidence is None else one.evidence.count,
             f"**{one.verdict}**" if one.verdict == SHOWN else one.verdict,
         )
-        for one in outcomes(figures)
+        for one in found
     ]
     return _table(("claim", "paper", "difference", "judged", "seeds", "verdict"), rows)
 
@@ -152,6 +161,16 @@ def _arms(figures: Mapping[str, Any]) -> str:
         rows.append((arm, experts, entry["width"], f"{entry['parameters'] / 1e6:.2f} M", *shown, f"{cpu:.0f}"))
     seeds = (f"loss, seed {seed}" for seed in figures["seeds"])
     return _table(("arm", "experts by layer", "width", "parameters", *seeds, "CPU s a run"), rows)
+
+
+def _words(figures: Mapping[str, Any]) -> str:
+    seeds = figures["seeds"]
+    rows = []
+    for arm, shares in figures["words"]["arms"].items():
+        shown = [f"{100 * shares[str(seed)]:.2f} %" if str(seed) in shares else "missing" for seed in seeds]
+        mean = t_interval([100 * share for share in shares.values()])
+        rows.append((arm, *shown, f"{mean.mean:.2f} ± {mean.high - mean.mean:.2f} %"))
+    return _table(("arm", *(f"last words, seed {seed}" for seed in seeds), "mean"), rows)
 
 
 def _costs(figures: Mapping[str, Any]) -> str:
@@ -178,11 +197,11 @@ def _speeds(one: Mapping[str, float]) -> tuple[str, str, str, str]:
     )
 
 
-def _with_range(interval: Interval | None) -> str:
+def _with_range(interval: Interval | None, digits: int) -> str:
     if interval is None:
         return "-"
-    limits = "unbounded" if math.isinf(interval.low) else f"{interval.low:+.4f} to {interval.high:+.4f}"
-    return f"{interval.mean:+.4f} ({limits})"
+    limits = "unbounded" if math.isinf(interval.low) else f"{interval.low:+.{digits}f} to {interval.high:+.{digits}f}"
+    return f"{interval.mean:+.{digits}f} ({limits})"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

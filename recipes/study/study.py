@@ -6,14 +6,14 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swarm_plugins.errors import ConfigError
-from recipes.study import cost
+from recipes.study import cost, words
 from recipes.study.arms import CLAIMS, Plan
 from recipes.study.corpus import load_corpus
 from recipes.study.plots import draw
@@ -36,18 +36,28 @@ class Study:
         folder: Keeps runs, text and measurements; give the same one to go on.
         seeds: One run of every arm for each.
         device: ``cpu`` or ``cuda``.
+        arms: What is trained, teachers included. None: all arms.
     """
 
-    def __init__(self, plan: Plan, *, folder: Path, seeds: Sequence[int], device: str = "cpu") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        folder: Path,
+        seeds: Sequence[int],
+        device: str = "cpu",
+        arms: Collection[str] | None = None,
+    ) -> None:
         self.plan = plan
         self.place = Place(folder.resolve(), device)
         self.seeds = seeds
+        self.arms = arms
 
     def train(self, *, jobs: int) -> None:
         """Trains every run that has not finished.
 
         Raises:
-            ConfigError: If there is no seed, or the device does not exist.
+            ConfigError: If there is no seed, or the device or an arm does not exist.
         """
         if not self.seeds:
             raise ConfigError("a study needs at least 1 seed, and 3 to show anything")
@@ -71,10 +81,12 @@ class Study:
         A study that is cut short then has many claims with all seeds, rather than all claims with few.
         """
         arms = self.plan.runs(self.seeds[0], "")
+        if unknown := set(self.arms or ()).difference(arms):
+            raise ConfigError(f"unknown --arms {', '.join(sorted(unknown))}; known: {', '.join(arms)}")
         claimed = {arm for claim in CLAIMS for arm in claim.arms}
         # Students last, because teachers cost time; one of the larger dense models is in no claim.
         ranks = {arm: 3 if arm not in claimed else 2 if arm.startswith("student") else 1 for arm in arms}
-        pairs = [(seed, arm) for seed in self.seeds for arm in arms]
+        pairs = [(seed, arm) for seed in self.seeds for arm in arms if self.arms is None or arm in self.arms]
         return sorted(pairs, key=lambda pair: 0 if pair[0] == self.seeds[0] else ranks[pair[1]])
 
     def measure_cost(self, *, rounds: int = 25, tokens: int = 48, rows: int = 32) -> None:
@@ -85,15 +97,25 @@ class Study:
             self.plan, self.seeds[0], self._corpus(), self.place, rounds=rounds, tokens=tokens, rows=rows
         )
         how |= {"load_before": load, "load_after": os.getloadavg()[0]}
-        self._cost_file().write_text(json.dumps({"how": how, "arms": found}, indent=1))
+        self._file("cost").write_text(json.dumps({"how": how, "arms": found}, indent=1))
         log.info("measured %s", ", ".join(found) or "nothing: no model has been trained")
+
+    def measure_words(self) -> None:
+        """Measures how many last words the finished models name."""
+        found = words.measure(self.plan, self.seeds, self._corpus(), self.place)
+        self._file("words").write_text(json.dumps(found, indent=1))
+        log.info(
+            "asked %s for the last words of %d passages", ", ".join(found["arms"]) or "no model", found["passages"]
+        )
 
     def report(self, output: Path) -> dict[str, Any]:
         """Writes figures, tables and pictures of the runs that have finished, and returns the figures."""
         figures = collect(self.plan, self.seeds, self._corpus().facts, self.place)
         figures["machine"] = _machine(self.place.device)
-        if self._cost_file().exists():
-            found = json.loads(self._cost_file().read_text())
+        if self._file("words").exists():
+            figures["words"] = json.loads(self._file("words").read_text())
+        if self._file("cost").exists():
+            found = json.loads(self._file("cost").read_text())
             cost.add_cost(figures, found["arms"], found["how"])
         output.mkdir(parents=True, exist_ok=True)
         (output / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
@@ -107,10 +129,10 @@ class Study:
     def _corpus(self) -> Any:
         return load_corpus(self.place.folder / "corpus", self.plan.vocab_size)
 
-    def _cost_file(self) -> Path:
+    def _file(self, what: str) -> Path:
         # Models of other settings have other costs.
         run = self.plan.runs(self.seeds[0], "")["dense"]
-        return self.place.folder / f"cost-{run.key}-{self.place.device}.json"
+        return self.place.folder / f"{what}-{run.key}-{self.place.device}.json"
 
 
 def _machine(device: str) -> str:

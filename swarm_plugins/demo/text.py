@@ -49,6 +49,17 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *,
     Raises:
         ConfigError: If no document is long enough.
     """
+    return torch.cat(pieces_by_document(tokenizer, rows, length, per_document=per_document))
+
+
+def pieces_by_document(
+    tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *, per_document: int
+) -> list[Tensor]:
+    """Returns the pieces of `pieces_of` for each document that has any, ``[pieces, length]``.
+
+    Raises:
+        ConfigError: If no document is long enough.
+    """
     paragraphs: dict[str, list[str]] = {}
     for name, text in zip(rows["document"], rows["text"], strict=True):
         paragraphs.setdefault(str(name), []).append(text)
@@ -57,9 +68,9 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *,
         tokens = torch.tensor(tokenizer("\n\n".join(texts))["input_ids"])
         count = min(per_document, len(tokens) // length)
         room = len(tokens) - count * length
-        for index in range(count):
-            start = index * length + room * (index + 1) // (count + 1)
-            found.append(tokens[start : start + length])
+        starts = [index * length + room * (index + 1) // (count + 1) for index in range(count)]
+        if starts:
+            found.append(torch.stack([tokens[start : start + length] for start in starts]))
     if not found:
         raise ConfigError(f"none of {len(paragraphs)} documents has {length} tokens: take shorter pieces")
-    return torch.stack(found)
+    return found

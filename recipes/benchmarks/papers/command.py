@@ -21,7 +21,7 @@ Models = Annotated[list[Path], typer.Option(help="Directory of a model; repeatab
 
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands of this module to the benchmarks."""
-    for command in (codes, reuse, ranks, sizes, table3, crossing):
+    for command in (codes, eight_bits, few_bits, reuse, ranks, sizes, table3, crossing):
         app.command()(command)
 
 
@@ -43,6 +43,67 @@ def codes(
         return bench_codes(model, num_spans=servers, num_pieces=pieces, length=length, plot=plot, progress=progress)
 
     measure("codes", run, json)
+
+
+def eight_bits(
+    model: Models,
+    pieces: Annotated[int, typer.Option(help="Most pieces of each text.", min=3, max=1000)] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 256,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; repeatable.", min=1, max=256)] = None,
+    losses_only: Annotated[bool, typer.Option("--losses-only", help="Leave the throughput out.")] = False,
+    prefix: Annotated[int, typer.Option(help="Tokens of the prompts.", min=1, max=8192)] = 128,
+    new_tokens: NewTokens = 16,
+    rounds: Rounds = 5,
+    plot: Plot = None,
+    json: Json = None,
+) -> None:
+    """Measure weights in 8 bits against 16: losses on two texts, and tokens/s at batch 1, 8 and 32 through a server."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.papers.eight_bits import bench_eight_bits
+        from recipes.benchmarks.papers.shown import check_plot
+
+        check_plot(plot)
+        return bench_eight_bits(
+            model,
+            num_pieces=pieces,
+            length=length,
+            batches=() if losses_only else batch or (1, 8, 32),
+            prefix_tokens=prefix,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            plot=plot,
+            progress=progress,
+        )
+
+    measure("eight-bits", run, json)
+
+
+def few_bits(
+    model: ModelFolder,
+    bits: Annotated[
+        list[str] | None, typer.Option(help="Width; repeatable. Default: 4 and the paper's 4dq, 3dq and 2dq.")
+    ] = None,
+    pieces: Annotated[int, typer.Option(help="Most pieces of each text.", min=3, max=1000)] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 128,
+    questions: Annotated[int, typer.Option(help="Most questions of a document.", min=1, max=100)] = 6,
+    plot: Plot = None,
+    json: Json = None,
+) -> None:
+    """Measure few bits of experts and of attention: losses on two texts in pairs, and right answers out of four."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.papers.few_bits import FEW, bench_few_bits
+        from recipes.benchmarks.papers.shown import check_plot
+        from swarm_plugins.offload.text import parse_width
+
+        check_plot(plot)
+        few = [parse_width("--bits", one) for one in bits or map(str, FEW)]
+        return bench_few_bits(
+            model, few=few, num_pieces=pieces, length=length, per_document=questions, plot=plot, progress=progress
+        )
+
+    measure("few-bits", run, json)
 
 
 def reuse(

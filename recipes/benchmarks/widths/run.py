@@ -14,15 +14,14 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from recipes.benchmarks.arms import frozen, local_model, prompt_tokens
+from recipes.benchmarks.arms import local_model, prompt_tokens
 from recipes.benchmarks.gguf_files import write_model
 from recipes.benchmarks.llama_cpp import LlamaCpp, check_llama_cpp, has_llama_cpp
 from recipes.benchmarks.measure import Arm, take_turns
-from recipes.benchmarks.swarm import serving
+from recipes.benchmarks.swarm import model_on, serving
 from recipes.benchmarks.train import batch_of_texts, prompt_gradient, timed_run
 from recipes.benchmarks.widths.report import PAIRS, WidthsReport
 from recipes.benchmarks.widths.sides import LlamaCppSide, ModelSide
-from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
@@ -107,8 +106,7 @@ def _served(
     swarm = stack.enter_context(LocalSwarm(directory, num_servers=1, threads=1, **chosen))
     connection = connect(swarm.initial_peers, SwarmConfig())
     stack.callback(connection.close)
-    dtype = getattr(torch, chosen["dtype"])
-    model = frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=dtype))
+    model = model_on(directory, connection, getattr(torch, chosen["dtype"]))
     return ModelSide(width, (os.getpid(), *(server.pid for server in swarm.servers)), model, prompts, new_tokens)
 
 

@@ -21,6 +21,8 @@ from recipes.study.runner import run_all
 from recipes.study.settings import Run
 from recipes.study.study import FIGURES, REPORT, Study
 from recipes.study.training import Place, train
+from recipes.study.words import ARMS
+from recipes.study.words import CLAIMS as WORD_CLAIMS
 from swarm_plugins.errors import ConfigError
 
 DEADLINE_S = 600
@@ -61,15 +63,17 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
     assert len(after) == 16
     assert {file: after[file] for file in before} == before
 
+    study.measure_words()
     study.measure_cost(rounds=1, tokens=2, rows=2)
     figures = study.report(tmp_path / "report")
     assert figures["missing"] == []
     assert len(figures["arms"]) == 16
     assert len(figures["cost"]["arms"]) == 6
+    assert figures["words"]["arms"].keys() == set(ARMS)
     assert json.loads((tmp_path / "report" / FIGURES).read_text()) == json.loads(json.dumps(figures))
     tables = (tmp_path / "report" / REPORT).read_text()
     assert tables == as_markdown(figures)
-    assert all(f"| {claim.name} |" in tables for claim in CLAIMS)
+    assert all(f"| {claim.name} |" in tables for claim in (*CLAIMS, *WORD_CLAIMS))
     for picture in ("prmoe-claims.svg", "prmoe-curves.svg", "prmoe-cost.svg"):
         assert "</svg>" in (tmp_path / "report" / picture).read_text()
 
@@ -103,12 +107,16 @@ def test_missing_runs_are_named_and_show_nothing(tmp_path: Path, monkeypatch: py
     [
         (lambda folder: study_in(folder).train(jobs=0), "jobs must be at least 1, got 0"),
         (lambda folder: Study(tiny_plan(), folder=folder, seeds=[]).train(jobs=1), "needs at least 1 seed"),
+        (
+            lambda folder: Study(tiny_plan(), folder=folder, seeds=[0], arms=["moe"]).train(jobs=1),
+            "unknown --arms moe; ",
+        ),
         (lambda folder: run_all([a_student()], Place(folder), jobs=1, on_end=print), "waits for a teacher that is not"),
         (lambda _: tiny_plan(steps=0), "steps must be at least 1, got 0"),
         (lambda _: dataclasses.replace(tiny_plan(), width=50), "width 50 makes a model of width 50, .* multiple of 96"),
         (lambda folder: load_corpus(folder, 100), "vocab_size must be at least 257"),
     ],
-    ids=["jobs", "seeds", "teacher", "steps", "width", "vocabulary"],
+    ids=["jobs", "seeds", "arms", "teacher", "steps", "width", "vocabulary"],
 )
 def test_settings_that_cannot_work_are_named(
     wrong: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
