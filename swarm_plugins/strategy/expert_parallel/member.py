@@ -20,6 +20,7 @@ from swarm_plugins.parallel.gradients import local
 from swarm_plugins.parallel.meshes import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.mixture import find_mixture
 from swarm_plugins.parallel.state import is_parallel
+from swarm_plugins.strategy.batches import ending_together
 from swarm_plugins.strategy.expert_parallel.state import whole_optimizer_state
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -98,6 +99,14 @@ class ExpertParallelMember:
                 "needs a gradient scaler that decides on all ranks together, and quantized weights cannot be divided; "
                 f"use one of {', '.join(map(repr, _PRECISIONS))}"
             )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Ends a loader without a length on all ranks when one has no more batches.
+
+        Raises:
+            TransportError: If another rank is lost.
+        """
+        return ending_together(dataloader, self)
 
     def synchronize(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Makes the gradients that an optimizer uses those of all ranks, once after any number of backward passes.

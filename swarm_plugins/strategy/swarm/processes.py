@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.errors import ConfigError, TransportError, one_line
 from swarm_plugins.parallel.agreement import agree, translated
+from swarm_plugins.strategy.batches import ending_together
 from swarm_plugins.strategy.swarm.gradients import average_gradients, send_from_first
 from swarm_plugins.strategy.swarm.inspection import base_versions
 
@@ -170,6 +171,14 @@ class Processes:
             refusal = error
         if self.is_distributed:
             agree(plan, refusal, self.root_device, alike="model or adapter")
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Ends a loader without a length for all processes when one has no more batches.
+
+        Raises:
+            TransportError: If another process is lost.
+        """
+        return ending_together(dataloader, self)
 
     def start_alike(self, module: nn.Module) -> None:
         """Gives every process the trainable weights and buffers of the first.

@@ -65,8 +65,16 @@ class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
         super().setup(trainer)
         self.start_alike(self._module)
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Ends an epoch of training for all processes when one has no more batches; others need no collectives.
+
+        Raises:
+            TransportError: If another process is lost.
+        """
+        return super().process_dataloader(dataloader) if self._module.trainer.training else dataloader
+
     def on_train_start(self) -> None:
-        """Checks that all processes have as many batches.
+        """Checks that all processes have as many batches, if they know how many.
 
         Raises:
             ConfigError: If one would wait for another that has no more.
