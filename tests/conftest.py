@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -20,6 +22,7 @@ import hypothesis
 import psutil
 import pytest
 import warm_servers
+from programs import Programs
 from warm_servers import WarmServers
 
 # A run says the same each time; who hunts for new counterexamples chooses another profile on the command line.
@@ -59,6 +62,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    # Half a second of every full collection would go into the modules of torch, transformers and peft.
+    gc.freeze()
+
+
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
@@ -91,6 +99,14 @@ def warm() -> Iterator[WarmServers | None]:
         return
     with warm_servers.used(ALLOWED_ENV) as servers:
         yield servers
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Runs programs without waiting for their imports."""
+    running = Programs()
+    yield running
+    running.close()
 
 
 @pytest.fixture
@@ -160,19 +176,20 @@ def _leaves_no_environment_variables() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _leaves_no_threads_or_processes(warm: WarmServers | None) -> Iterator[None]:
     threads_before = {thread.ident for thread in threading.enumerate()}
-    children_before = {child.pid for child in children()}
+    children_before = descendants(os.getpid())
     yield
     deadline = time.monotonic() + SETTLE_S
     while True:
         threads = [thread for thread in threading.enumerate() if is_leaked(thread, threads_before)]
         kept = children_before | {None if warm is None else warm.pid}
-        processes = [child for child in children() if child.pid not in kept]
+        processes = [pid for pid in descendants(os.getpid()) if pid not in kept and counts(pid)]
         if not (threads or processes) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    described = [f"{child.pid} {describe(child)}" for child in processes]
-    for child in processes:
-        child.kill()
+    described = [f"{pid} {describe(pid)}" for pid in processes]
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert not threads, f"the test left threads running: {[thread.name for thread in threads]}"
     assert not processes, f"the test left processes running: {described}"
 
@@ -182,14 +199,25 @@ def is_leaked(thread: threading.Thread, before: set[int | None]) -> bool:
     return thread.ident not in before and thread.is_alive() and not thread.name.startswith(ALLOWED_THREADS)
 
 
-def children() -> list[psutil.Process]:
-    """Returns the living children of this process, except helpers of multiprocessing."""
-    return [child for child in psutil.Process().children(recursive=True) if counts(child)]
+def descendants(pid: int) -> set[int]:
+    """Returns the ids of a process's children, and of theirs."""
+    try:
+        tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
+        # Where the kernel tells them; reading all processes of a machine takes milliseconds, twice for each test.
+        found = {int(child) for task in tasks for child in task.read_text().split()}
+    except FileNotFoundError:
+        if pid != os.getpid():
+            return set()  # it has ended
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+    except ProcessLookupError:
+        return set()
+    return found.union(*map(descendants, found))
 
 
-def counts(child: psutil.Process) -> bool:
+def counts(pid: int) -> bool:
     """Returns whether a child process is alive and not kept by a library."""
     try:
+        child = psutil.Process(pid)
         if child.status() == psutil.STATUS_ZOMBIE:
             return False
         return not any(word in " ".join(child.cmdline()) for word in ALLOWED_CHILDREN)
@@ -197,10 +225,10 @@ def counts(child: psutil.Process) -> bool:
         return False
 
 
-def describe(child: psutil.Process) -> str:
+def describe(pid: int) -> str:
     """Returns the command line of a process that may be gone by now."""
     try:
-        return " ".join(child.cmdline())
+        return " ".join(psutil.Process(pid).cmdline())
     except psutil.NoSuchProcess:
         return "(gone)"
 

@@ -8,20 +8,17 @@ fixture ``cold_servers``.
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 SET_BY_LIBRARIES = frozenset({
     "KMP_INIT_AT_FORK",  # torch
@@ -36,7 +33,8 @@ SET_BY_LIBRARIES = frozenset({
     "TQDM_DISABLE",
 })  # fmt: skip
 """Environment variables that libraries set when they are imported or used."""
-_MOST_BYTES = 1 << 16
+_OF_CHILDREN = {"MKL_NUM_THREADS", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
+MOST_BYTES = 1 << 16
 """Of a request: a command and a working directory."""
 _IMPORT_S = 120.0
 _END_S = 10.0
@@ -55,6 +53,7 @@ class WarmServers:
         environment: Of the process. Servers with another one are started in the ordinary way: imports may have read it.
         ignored: Variables that may differ.
         modules: What it imports.
+        children: Whether it also forks the workers of `swarm_plugins.child.Child`.
     """
 
     PIPE = subprocess.PIPE
@@ -62,11 +61,17 @@ class WarmServers:
     TimeoutExpired = subprocess.TimeoutExpired
 
     def __init__(
-        self, environment: dict[str, str], ignored: Collection[str], modules: Sequence[str] = SERVER_MODULES
+        self,
+        environment: dict[str, str],
+        ignored: Collection[str],
+        modules: Sequence[str] = SERVER_MODULES,
+        *,
+        children: bool = False,
     ) -> None:
         self._environment = environment
         self._ignored = ignored
         self._modules = modules
+        self._children = children
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
@@ -78,10 +83,12 @@ class WarmServers:
     def Popen(self, command: Sequence[str], *, env: dict[str, str], **options: Any) -> Any:
         """Starts a server, or in the ordinary way another child."""
         names = (env.keys() | self._environment.keys()) - set(self._ignored)
-        is_server = "serve" in command[:5]
-        if not is_server or any(env.get(name) != self._environment.get(name) for name in names):
+        is_server, is_child = "serve" in command[:5], self._children and list(command[1:3]) == ["-P", "-c"]
+        if is_child:
+            names -= _OF_CHILDREN
+        if not (is_server or is_child) or any(env.get(name) != self._environment.get(name) for name in names):
             return subprocess.Popen(command, env=env, **options)
-        return self.start(command, options["stderr"].fileno())
+        return self.start(command, 2 if options["stderr"] is None else options["stderr"].fileno())
 
     def start(self, command: Sequence[str], stderr: int) -> WarmServer:
         """Starts ``python -m MODULE ...`` or ``python FILE ...`` with pipes for its input and output."""
@@ -106,10 +113,10 @@ class WarmServers:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._line is None:
-            line, other = _line()
+            line, other = new_line()
             with other:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, *self._modules],
+                    [sys.executable, str(Path(__file__).with_name("warm_main.py")), *self._modules],
                     env=self._environment,
                     stdin=other,
                     stdout=subprocess.DEVNULL,
@@ -134,24 +141,23 @@ def used(ignored: Collection[str] = SET_BY_LIBRARIES) -> Iterator[WarmServers]:
         warm.close()
 
 
-class WarmServer:
-    """A forked process, with the part of Popen's interface that `LocalServer` uses."""
+class Forked:
+    """A forked process, with the part of Popen's interface that needs no pipes.
 
-    def __init__(self, line: socket.socket, request: dict[str, Any], log: int) -> None:
+    Args:
+        line: To the process that forks it.
+        request: Its ``command``, ``python`` with what follows, and its working directory ``cwd``. With an
+            ``environment`` it is a user's program, which may start local swarms of its own if ``swarms`` says so.
+        files: Descriptors of its input, output and errors.
+    """
+
+    def __init__(self, line: socket.socket, request: dict[str, Any], files: Sequence[int]) -> None:
         self._lock = threading.Lock()
         self._status: int | None = None
         with contextlib.ExitStack() as stack:
-            stdin, to_stdin = os.pipe()
-            from_stdout, stdout = os.pipe()
-            self._news, news = map(stack.enter_context, _line())
-            self.stdin = stack.enter_context(open(to_stdin, "wb", 0))
-            self.stdout = stack.enter_context(open(from_stdout, "rb", 0))
-            try:
-                socket.send_fds(line, [json.dumps(request).encode()], [stdin, stdout, log, news.fileno()])
-            finally:
-                for end in (stdin, stdout):
-                    os.close(end)
-                news.close()
+            self._news, news = map(stack.enter_context, new_line())
+            with news:
+                socket.send_fds(line, [json.dumps(request).encode()], [*files, news.fileno()])
             self.pid = int(self._told(_IMPORT_S) or 0)
             assert self.pid, "the process that starts servers has ended: see what it printed"
             stack.pop_all()
@@ -183,92 +189,27 @@ class WarmServer:
 
     def _told(self, timeout: float) -> bytes:
         if not select.select([self._news], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("swarm serve", timeout)
+            raise subprocess.TimeoutExpired("a forked process", timeout)
         return self._news.recv(64)
 
 
-def _line() -> tuple[socket.socket, socket.socket]:
+class WarmServer(Forked):
+    """One with pipes, as `LocalServer` uses it."""
+
+    def __init__(self, line: socket.socket, request: dict[str, Any], log: int) -> None:
+        with contextlib.ExitStack() as stack:
+            stdin, to_stdin = os.pipe()
+            from_stdout, stdout = os.pipe()
+            self.stdin = stack.enter_context(open(to_stdin, "wb", 0))
+            self.stdout = stack.enter_context(open(from_stdout, "rb", 0))
+            try:
+                super().__init__(line, request, (stdin, stdout, log))
+            finally:
+                for end in (stdin, stdout):
+                    os.close(end)
+            stack.pop_all()
+
+
+def new_line() -> tuple[socket.socket, socket.socket]:
     """Returns two ends of a line that keeps messages apart."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def main() -> None:
-    """Imports modules, and forks for each request until the other side has gone."""
-    from swarm_plugins.noise import no_bars_in_pipes
-
-    no_bars_in_pipes()
-    import numpy as np
-
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    # Collections in the forks would copy the pages of all these modules.
-    gc.freeze()
-    ended, ends = os.pipe()
-    os.set_blocking(ends, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(ends)
-    news: dict[int, int] = {}
-    with socket.socket(fileno=os.dup(0)) as line:
-        while True:
-            ready, _, _ = select.select([line, ended], [], [])
-            if ended in ready:
-                os.read(ended, 64)
-                _tell_of_ended(news)
-            if line not in ready:
-                continue
-            request, fds, _, _ = socket.recv_fds(line, _MOST_BYTES, 4)
-            if not request:
-                return
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                np.random.seed()
-                for fd in (line.fileno(), ended, ends, *news.values()):
-                    os.close(fd)
-                _become(json.loads(request), fds)
-            for fd in fds[:3]:
-                os.close(fd)
-            news[pid] = fds[3]
-            with contextlib.suppress(OSError):
-                os.write(news[pid], b"%d" % pid)
-
-
-def _tell_of_ended(news: dict[int, int]) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, status = found
-            with contextlib.suppress(OSError):
-                os.write(news[pid], b"%d" % os.waitstatus_to_exitcode(status))
-            os.close(news.pop(pid))
-
-
-def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
-    """Runs the command as a process of its own would."""
-    status = 1
-    try:
-        os.setsid()
-        for target, fd in enumerate(fds[:3]):
-            os.dup2(fd, target)
-        for fd in fds:
-            os.close(fd)
-        os.chdir(request["cwd"])
-        _python, *sys.argv = request["command"]
-        if sys.argv[0] == "-m":
-            sys.argv.pop(0)
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

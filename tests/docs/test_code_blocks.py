@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 from image_models import save_with_processor
+from programs import Programs
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.testing.models import save_tiny
@@ -54,7 +53,7 @@ def test_the_pages_have_code_and_commands() -> None:
 
 
 def groups() -> dict[str, list[Path]]:
-    """The pages with code, by what their code starts. Pages of a group share a process: importing takes longer."""
+    """The pages with code, by what their code starts. Pages of a group share a process."""
     found: dict[str, list[Path]] = {"readme": [ROOT / "README.md"], "plain": [], "swarm": [], "hub": []}
     for page in PAGES:
         code = "".join(blocks(page, "python"))
@@ -69,12 +68,9 @@ def groups() -> dict[str, list[Path]]:
 
 RUN_ALL = """
 import os, runpy, sys
-sys.path.append(sys.argv[1])
-import warm_servers
-with warm_servers.used():
-    for script in sys.argv[2:]:
-        os.chdir(os.path.dirname(script))
-        runpy.run_path(script, run_name="__main__")
+for script in sys.argv[1:]:
+    os.chdir(os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
 """
 
 
@@ -83,7 +79,9 @@ with warm_servers.used():
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "readme" else pytest.mark.slow) for kind in groups()]
 )
-def test_code_of_the_pages_runs_from_top_to_bottom(kind: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_code_of_the_pages_runs_from_top_to_bottom(
+    kind: str, tiny: dict[str, Path], tmp_path: Path, programs: Programs
+) -> None:
     scripts = []
     for page in groups()[kind]:
         code = "\n".join(blocks(page, "python"))
@@ -94,14 +92,8 @@ def test_code_of_the_pages_runs_from_top_to_bottom(kind: str, tiny: dict[str, Pa
         script.write_text(code)
         scripts.append(str(script))
     # A page with a Hub of its own needs the client to ask it.
-    environment = {**os.environ, "HF_HUB_OFFLINE": str(int(kind != "hub")), "PYTHONWARNINGS": "default"}
-    result = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, ROOT / "tests", *scripts],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=360,
-    )
+    environment = {"HF_HUB_OFFLINE": str(int(kind != "hub"))}
+    result = programs.run([sys.executable, "-c", RUN_ALL, *scripts], environment=environment, timeout=360)
     assert result.returncode == 0, result.stderr[-4000:]
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import selectors
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+from programs import Programs
 from web_kit import byte_tokenizer
 
 from swarm_plugins.local_hub import LocalHub
@@ -29,16 +28,21 @@ def save_model(family: str, path: Path, **settings: Any) -> Path:
 
 
 @contextlib.contextmanager
-def api(*arguments: str, hub: LocalHub | None = None, home: Path, end: signal.Signals = signal.SIGINT) -> Iterator[str]:
+def api(
+    programs: Programs,
+    *arguments: str,
+    hub: LocalHub | None = None,
+    home: Path,
+    end: signal.Signals = signal.SIGINT,
+) -> Iterator[str]:
     """Runs ``swarm api``; yields its address, and leaves by Ctrl-C, or as ``end`` says."""
     command = [sys.executable, "-m", "swarm_plugins", "api", "--port", "0", *arguments]
-    environment = {**os.environ, "HF_HOME": str(home)}
-    environment.pop("SWARM_INITIAL_PEERS", None)
+    environment: dict[str, str | None] = {"SWARM_INITIAL_PEERS": None}
     if hub is not None:
-        environment["HF_ENDPOINT"] = hub.endpoint
+        environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_ENDPOINT": hub.endpoint}
     log = home / "api.log"
     with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        process = programs.popen(command, errors=errors, environment=environment)
     family: list[psutil.Process] = []
     try:
         assert process.stdout is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from api_kit import api, save_model
 from openai import AsyncOpenAI, OpenAI
 from peft import LoraConfig, get_peft_model
+from programs import Programs
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.callbacks.publishing import Publishing
@@ -63,7 +63,7 @@ async def ask_in_every_way(url: str, model: str) -> list[str]:
         return await asyncio.gather(whole(), streamed(), response())
 
 
-def test_two_servers_an_async_client_and_adapters_of_the_hub(tmp_path: Path) -> None:
+def test_two_servers_an_async_client_and_adapters_of_the_hub(tmp_path: Path, programs: Programs) -> None:
     base = save_model("llama", tmp_path / "base", num_layers=2)
     other = save_model("llama", tmp_path / "other", num_layers=2, seed=1)
     with LocalHub() as hub:
@@ -73,7 +73,10 @@ def test_two_servers_an_async_client_and_adapters_of_the_hub(tmp_path: Path) -> 
         secret.touch(mode=0o600)
         secret.write_text("of this swarm alone")
         arguments = (str(base), "--local-swarm", "2", "--secret-file", str(secret), "--name", "tiny", "--load-adapters")
-        with api(*arguments, hub=hub, home=tmp_path) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        with (
+            api(programs, *arguments, hub=hub, home=tmp_path) as url,
+            OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        ):
             expected = text_of(client, "tiny")
             assert expected
             assert asyncio.run(ask_in_every_way(url, "tiny")) == [expected] * 3
@@ -86,20 +89,20 @@ def test_two_servers_an_async_client_and_adapters_of_the_hub(tmp_path: Path) -> 
             assert text_of(client, "tiny") == expected
 
 
-def test_an_offloaded_model(tmp_path: Path) -> None:
+def test_an_offloaded_model(tmp_path: Path, programs: Programs) -> None:
     model = save_model("mixtral", tmp_path / "moe", num_layers=2)
-    with api(str(model), "--offload", "fast=1MB", home=tmp_path) as url:
+    with api(programs, str(model), "--offload", "fast=1MB", home=tmp_path) as url:
         with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             expected = text_of(client, "moe")
         assert asyncio.run(ask_in_every_way(url, "moe")) == [expected] * 3
 
 
-def test_the_bench_counts_clients_and_the_second_turn(tmp_path: Path) -> None:
+def test_the_bench_counts_clients_and_the_second_turn(tmp_path: Path, programs: Programs) -> None:
     model = save_model("llama", tmp_path / "base", num_layers=2)
     path = tmp_path / "figures.json"
     words = ["--servers", "1", "--clients", "2", "--chars", "100", "--new-tokens", "4", "--rounds", "1"]
     command = [sys.executable, "-m", "recipes.benchmarks", "api", *words, "--model", str(model)]
-    result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=200)
+    result = programs.run([*command, "--json", path], timeout=200)
     assert result.returncode == 0, result.stderr
     figures = json.loads(path.read_text())["figures"]
     names = ["2 clients at once, over one", "first token of the second turn, over the first turn's"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import Programs
 
 from swarm_plugins.testing.models import save_tiny
 
@@ -52,22 +51,15 @@ if rank == 0:
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_train_as_one_with_all_rows(tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_with_all_rows(tmp_path: Path, programs: Programs) -> None:
     directory = save_tiny("llama", tmp_path / "teacher", num_layers=3)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     states = []
     for name, words in (("one", []), ("two", launcher)):
-        result = subprocess.run(
-            [sys.executable, *words, str(script), str(directory), str(tmp_path / name)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            cwd=tmp_path,
-        )
+        command = [sys.executable, *words, script, directory, tmp_path / name]
+        result = programs.run(command, cwd=tmp_path, timeout=200)
         assert result.returncode == 0, result.stderr[-3000:]
         states.append(torch.load(tmp_path / name, weights_only=True))
     assert states[0].keys() == states[1].keys()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import Programs
 from serve_kit import ADDRESS, found_in_line, serving
 from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
@@ -37,13 +38,13 @@ def drain(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.swarm
 @torch.no_grad()
-def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None:
+def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path, programs: Programs) -> None:
     directory = save_tiny("llama", tmp_path / "tiny-llama")
     key, other_key, log, second_log = (tmp_path / name for name in ("server.key", "other.key", "1.log", "2.log"))
     create_identity_file(other_key)
     local = AutoModelForCausalLM.from_pretrained(directory).eval()
     options = ["--identity", str(key), "--log-format", "json", "--log-level", "info", "--drain-s", "120"]
-    with serving(directory, log, "--blocks", "0:4", *options) as one:
+    with serving(programs, directory, log, "--blocks", "0:4", *options) as one:
         address = found_in_line(one, ADDRESS, log)
         model = AutoSwarmModelForCausalLM.from_pretrained(
             directory, initial_peers=[address], swarm=SwarmConfig(refresh_s=0.5)
@@ -57,7 +58,7 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
         code, text = drain(address, "--identity", str(key))
         assert code == 0, text
         assert "drains; open sessions: 1; it ends when they have, 120 s from now at the latest." in text
-        with serving(directory, second_log, "--blocks", "0:4", "--initial-peers", address) as two:
+        with serving(programs, directory, second_log, "--blocks", "0:4", "--initial-peers", address) as two:
             second = found_in_line(two, ADDRESS, second_log)
             for _ in range(4):
                 tokens = torch.cat([tokens, model(tokens[:, -1:], past_key_values=cache).logits.argmax(-1)], dim=1)

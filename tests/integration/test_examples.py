@@ -1,4 +1,7 @@
-"""Each example, and each recipe that is a program, runs as a user runs it: by its options, in a process of its own."""
+"""Each example, and each recipe that is a program, runs as a user runs it: by its options, in a process of its own.
+
+One of them imports what it needs; the others find it imported, see `programs`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from programs import Programs
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -26,6 +31,7 @@ FABRIC = Path(sys.executable).with_name("fabric")
 SWARM = Path(sys.executable).with_name("swarm")
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 END_S = 400.0
+Run = Callable[..., str]
 ADAPTER = Path("runs", "several_processes", "adapter_model.safetensors")
 
 
@@ -35,19 +41,33 @@ def peers(tiny_mixtral: Path) -> Iterator[Mapping[str, str]]:
         yield {"SWARM_INITIAL_PEERS": " ".join(swarm.initial_peers)}
 
 
-def run(folder: Path, *command: str | Path, environment: Mapping[str, str]) -> str:
-    folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=folder,
+@pytest.fixture
+def run(programs: Programs) -> Run:
+    """Runs a program in a folder, and returns what it says."""
+
+    def run(folder: Path, *command: str | Path, environment: Mapping[str, str], start: Any = programs.run) -> str:
+        folder.mkdir(exist_ok=True)
+        done = start(command, cwd=folder, environment=environment, timeout=END_S)
+        assert done.returncode == 0, done.stderr[-4000:]
+        said: str = done.stdout
+        return said
+
+    return run
+
+
+def start_cold(
+    command: Sequence[str | Path], *, cwd: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program as a user does, with its imports."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=END_S,
+        timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def example(name: str) -> tuple[str, Path]:
@@ -77,16 +97,18 @@ def tensor_names(adapter: Path) -> set[str]:
 
 
 def test_the_plain_loop_lowers_the_loss_and_saves_an_adapter(
-    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
 ) -> None:
-    losses = numbers(r"loss ([\d.]+)", run(tmp_path, *example("plain_loop.py"), tiny_mixtral, environment=peers))
+    losses = numbers(
+        r"loss ([\d.]+)", run(tmp_path, *example("plain_loop.py"), tiny_mixtral, environment=peers, start=start_cold)
+    )
     assert len(losses) == 10
     assert losses[-1] < losses[0]
     assert all("lora_" in name for name in tensor_names(tmp_path / "runs" / "plain_loop"))
 
 
 def test_the_trainer_of_transformers_saves_checkpoints_of_the_adapter_alone(
-    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
 ) -> None:
     said = run(tmp_path, *example("transformers_trainer.py"), tiny_mixtral, environment=peers)
     assert numbers(r"'train_loss': ([\d.]+)", said)
@@ -96,12 +118,12 @@ def test_the_trainer_of_transformers_saves_checkpoints_of_the_adapter_alone(
         assert not list(checkpoint.glob("model*.safetensors"))
 
 
-def test_sft_of_trl_trains(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+def test_sft_of_trl_trains(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, *example("trl_sft.py"), tiny_mixtral, environment=peers)
     assert numbers(r"'train_loss': ([\d.]+)", said)
 
 
-def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path) -> None:
+def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path, run: Run) -> None:
     """With a real model: what a random one learns holds for no other address."""
     model = smollm2()
     options = ["--base", model, "--steps", "8", "--pairs", "8", "--output", tmp_path / "out"]
@@ -114,7 +136,9 @@ def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path) -> None:
     assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
-def test_the_recipe_of_rewards_samples_and_trains(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+def test_the_recipe_of_rewards_samples_and_trains(
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
+) -> None:
     options = [
         "--base",
         tiny_mixtral,
@@ -132,12 +156,12 @@ def test_the_recipe_of_rewards_samples_and_trains(tiny_mixtral: Path, peers: Map
     assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
-def test_the_notebook_serves_trains_and_generates(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_the_notebook_serves_trains_and_generates(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, *example("notebook_style.py"), tiny_mixtral, environment={})
     assert "Four score and seven years ago" in said
 
 
-def test_the_quickstart_goes_the_whole_way(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_the_quickstart_goes_the_whole_way(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, *example("quickstart.py"), "--model", tiny_mixtral, "--steps", "6", environment={})
     [before] = numbers(r"([\d.]+) before", said)
     [after] = numbers(r"([\d.]+) after", said)
@@ -146,7 +170,7 @@ def test_the_quickstart_goes_the_whole_way(tiny_mixtral: Path, tmp_path: Path) -
 
 
 def test_fabric_run_knows_the_strategy_and_resumes(
-    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
 ) -> None:
     options = ["--base", tiny_mixtral, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
     command = [*fabric_run(), *options]
@@ -164,7 +188,9 @@ def test_fabric_run_knows_the_strategy_and_resumes(
     assert numbers(r"held-out loss ([\d.]+)", second)[0] == after
 
 
-def test_two_processes_of_a_trainer_train_as_one(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+def test_two_processes_of_a_trainer_train_as_one(
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
+) -> None:
     program = [*example("several_processes.py"), tiny_mixtral, "--devices"]
     said = {count: run(tmp_path / count, *program, count, environment=peers) for count in ("1", "2")}
     [one], [two] = (numbers(rf"{count} processes: loss ([\d.]+)", text) for count, text in said.items())
@@ -175,14 +201,14 @@ def test_two_processes_of_a_trainer_train_as_one(tiny_mixtral: Path, peers: Mapp
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-4
 
 
-def test_one_module_trains_alike_in_three_places(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_one_module_trains_alike_in_three_places(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, *example("three_places.py"), tiny_mixtral, environment={})
     found = numbers(r"^(?:swarm|offloaded|in memory), .*: difference ([\d.e-]+)", said)
     # 0.0 where servers have as many threads as this process; Adam makes a step of the smallest gradient.
     assert found == pytest.approx([0] * 6, abs=1e-4)
 
 
-def test_an_adapter_comes_back_from_the_hub(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_an_adapter_comes_back_from_the_hub(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, *example("hub_round_trip.py"), tiny_mixtral, environment={"HF_HUB_OFFLINE": "0"})
     assert re.search(r"found me/my-adapter v\d", said)
     [change] = numbers(r"changes logits by ([\d.e-]+)", said)
@@ -190,25 +216,29 @@ def test_an_adapter_comes_back_from_the_hub(tiny_mixtral: Path, tmp_path: Path) 
     assert numbers(r"here and there: difference ([\d.e-]+)", said) == pytest.approx([0], abs=1e-5)
 
 
-def test_a_reader_between_blocks_has_the_gradients_of_the_local_model(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_a_reader_between_blocks_has_the_gradients_of_the_local_model(
+    tiny_mixtral: Path, tmp_path: Path, run: Run
+) -> None:
     said = run(tmp_path, *example("reader_between_blocks.py"), tiny_mixtral, environment={})
     [size] = numbers(r"largest gradient ([\d.e-]+)", said)
     assert size > 1e-3
     assert numbers(r"difference ([\d.e-]+)", said) == pytest.approx([0, 0], abs=1e-5)
 
 
-def test_an_adapter_writes_the_same_in_three_places(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_an_adapter_writes_the_same_in_three_places(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, *example("generate_in_three_places.py"), tiny_mixtral, environment={})
     assert re.findall(r"equal: (\w+)", said) == ["True"] * 3
 
 
 @pytest.mark.slow
-def test_commands_and_an_api_answer_with_the_adapter(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_commands_and_an_api_answer_with_the_adapter(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, *example("talk_in_two_places.py"), tiny_mixtral, environment={})
     assert re.findall(r"equal: (\w+)", said) == ["True"] * 4
 
 
-def test_fabric_run_starts_two_processes(tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+def test_fabric_run_starts_two_processes(
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
+) -> None:
     options = ["--base", tiny_mixtral, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
     said = run(tmp_path, *fabric_run("--devices=2"), *options, "--steps", "4", environment=peers)
     assert len(numbers(r"step 4: held-out loss ([\d.]+)", said)) == 1
@@ -216,7 +246,7 @@ def test_fabric_run_starts_two_processes(tiny_mixtral: Path, peers: Mapping[str,
 
 
 @pytest.mark.slow
-def test_fabric_run_starts_a_recipe_in_two_processes(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_fabric_run_starts_a_recipe_in_two_processes(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     command = fabric_run("--devices=2", "--accelerator=cpu", script="fit.py")
     options = {
         "--config": ROOT / "recipes" / "lora_moe.yaml", "--offload": "fast=100KB,bits=4", "--model.base": tiny_mixtral,
@@ -228,7 +258,7 @@ def test_fabric_run_starts_a_recipe_in_two_processes(tiny_mixtral: Path, tmp_pat
     assert tensor_names(tmp_path / "runs" / "lora_moe" / "adapter")
 
 
-def test_swarm_fit_serves_once_for_two_processes(tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_swarm_fit_serves_once_for_two_processes(tiny_mixtral: Path, tmp_path: Path, run: Run) -> None:
     recipe = ROOT / "recipes" / "lora_sotu.yaml"
     options = {
         "--local-swarm": 2, "--model.base": tiny_mixtral, "--data.dataset": TEXT, "--data.length": 16,
@@ -250,7 +280,7 @@ def launched(num_processes: int, program: str) -> list[str | Path]:
 
 @pytest.mark.parametrize("place", ["swarm", "fast=100KB"])
 def test_accelerate_launch_trains_two_processes_as_one(
-    place: str, tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+    place: str, tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
 ) -> None:
     environment = peers if place == "swarm" else {"SWARM_OFFLOAD": place}
     said = [
@@ -266,24 +296,22 @@ def test_accelerate_launch_trains_two_processes_as_one(
 
 
 def test_the_trainer_of_transformers_takes_two_processes(
-    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path
+    tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
 ) -> None:
     said = run(tmp_path, *launched(2, "transformers_trainer.py"), tiny_mixtral, environment=peers)
     assert numbers(r"'train_loss': ([\d.]+)", said)
 
 
-def test_fabric_run_without_a_swarm_says_how_to_name_one(tiny_mixtral: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "SWARM_INITIAL_PEERS": ""}
+def test_fabric_run_without_a_swarm_says_how_to_name_one(
+    tiny_mixtral: Path, tmp_path: Path, programs: Programs
+) -> None:
     command = [*fabric_run(), "--base", tiny_mixtral, "--dataset", TEXT]
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=END_S, check=False,
-    )  # fmt: skip
+    done = programs.run(command, cwd=tmp_path, environment={"SWARM_INITIAL_PEERS": ""}, timeout=END_S)
     assert done.returncode != 0
     assert "SWARM_INITIAL_PEERS" in done.stderr
 
 
-def test_expert_parallelism_under_torchrun_saves_an_ordinary_checkpoint(tmp_path: Path) -> None:
+def test_expert_parallelism_under_torchrun_saves_an_ordinary_checkpoint(tmp_path: Path, run: Run) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = ROOT / "examples" / "expert_parallel.py"
     said = run(tmp_path, *torchrun, program, tmp_path / "model", environment={"OMP_NUM_THREADS": "1"})

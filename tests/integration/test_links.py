@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +17,26 @@ from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.server import presence
+from swarm_plugins.local_swarm.server import LocalServer
 from swarm_plugins.testing import save_tiny
 
 # Many rows, as servers talk of other things meanwhile.
 IDS = torch.arange(5, 13)[None].repeat(256, 1)
 NEW_TOKENS = 4
 SOON_S = 60.0
+PATIENT_SERVER = Path(__file__).parents[1] / "kits" / "patient_server.py"
+
+
+class PatientSwarm(LocalSwarm):
+    """A swarm in which nothing expires on a busy machine."""
+
+    def _spawn(self, index: int, options: Mapping[str, object], **settings: Any) -> LocalServer:
+        return super()._spawn(index, options, **{**settings, "program": [str(PATIENT_SERVER)]})
 
 
 @pytest.mark.swarm
 def test_clients_and_servers_have_links_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "push_wait_s", lambda *_: SOON_S)  # nothing is sent twice on a busy machine
-    monkeypatch.setattr(presence, "_TTL_PERIODS", SOON_S)  # round trips are told soon, and nothing expires on one
     directory = save_tiny("llama", tmp_path / "llama")
     local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     want = local.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -43,7 +51,8 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path, monkeypatch
         assert model.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False).equal(want)
         return since(before, relay)
 
-    with LocalSwarm(directory, spans=[(0, 2), (2, 4)], link=relay, announce_every_s=1.0) as swarm:
+    # Round trips are told soon.
+    with PatientSwarm(directory, spans=[(0, 2), (2, 4)], link=relay, announce_every_s=1.0) as swarm:
         assert relay.traffic().between > 0, "the second server has joined by the first"
         # It knows by which port, nearer than theirs, it has called the other one, and tells clients.
         knowing = swarm.servers[1].addresses

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import Programs
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from serve_kit import ADDRESS, found_in_line, serving
@@ -40,10 +41,10 @@ def client_bytes(connection: SwarmConnection) -> list[float | None]:
 
 
 @pytest.mark.swarm
-def test_a_server_shows_what_its_client_has_asked(tmp_path: Path) -> None:
+def test_a_server_shows_what_its_client_has_asked(tmp_path: Path, programs: Programs) -> None:
     model = save_tiny("llama", tmp_path / "tiny-llama")
     log = tmp_path / "stderr"
-    with serving(model, log, *OPTIONS) as process:
+    with serving(programs, model, log, *OPTIONS) as process:
         url, address = found_in_line(process, METRICS, log), found_in_line(process, ADDRESS, log)
         with connect([address], SwarmConfig()) as connection:
             remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
@@ -72,12 +73,12 @@ def test_a_server_shows_what_its_client_has_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.swarm
-def test_metrics_are_there_while_the_blocks_are_loaded(tmp_path: Path) -> None:
+def test_metrics_are_there_while_the_blocks_are_loaded(tmp_path: Path, programs: Programs) -> None:
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
     os.mkfifo(nowhere / "config.json")  # a disk that does not answer
     log = tmp_path / "stderr"
-    with serving(nowhere, log, *OPTIONS) as process:
+    with serving(programs, nowhere, log, *OPTIONS) as process:
         found = scraped(found_in_line(process, METRICS, log))
         assert found.get(("swarm_server_online",), 0.0) == 0
         assert found["process_resident_memory_bytes",] > 0

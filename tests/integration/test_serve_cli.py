@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from programs import Programs
 from serve_kit import serving
 from typer.testing import CliRunner
 
@@ -24,10 +25,10 @@ UNREACHABLE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB
 @pytest.mark.swarm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
-    tiny_llama: Path, number: signal.Signals, tmp_path: Path
+    tiny_llama: Path, number: signal.Signals, tmp_path: Path, programs: Programs
 ) -> None:
     log = tmp_path / "stderr"
-    with serving(tiny_llama, log, "--num-blocks", "3", "--drain-s", "200") as process:
+    with serving(programs, tiny_llama, log, "--num-blocks", "3", "--drain-s", "200") as process:
         assert process.stdout is not None
         line, memory, reach = (process.stdout.readline() for _ in range(3))
         daemons = psutil.Process(process.pid).children(recursive=True)
@@ -48,9 +49,9 @@ def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
 
 
 @pytest.mark.swarm
-def test_signal_while_it_starts_ends_it_too(tiny_llama: Path, tmp_path: Path) -> None:
+def test_signal_while_it_starts_ends_it_too(tiny_llama: Path, tmp_path: Path, programs: Programs) -> None:
     log = tmp_path / "stderr"
-    with serving(tiny_llama, log, "--initial-peers", UNREACHABLE) as process:
+    with serving(programs, tiny_llama, log, "--initial-peers", UNREACHABLE) as process:
         deadline = time.monotonic() + START_S
         while not psutil.Process(process.pid).children():  # it has come as far as the network
             assert time.monotonic() < deadline

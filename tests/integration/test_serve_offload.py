@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import Programs
 from tuning_kit import assert_trained_alike
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
@@ -40,9 +40,11 @@ def test_generation_and_a_training_step_are_those_of_the_local_model(tiny_mixtra
         ("mixtral", "--offload quick=1GB", "expected NAME=VALUE with a name out of fast, ram"),
     ],
 )
-def test_wrong_uses_end_in_one_sentence(family: str, options: str, message: str, tmp_path: Path) -> None:
+def test_wrong_uses_end_in_one_sentence(
+    family: str, options: str, message: str, tmp_path: Path, programs: Programs
+) -> None:
     command = [sys.executable, "-m", "swarm_plugins", "serve", str(save_tiny(family, tmp_path / family))]
-    ended = subprocess.run([*command, *options.split()], capture_output=True, text=True, timeout=120, check=False)
+    ended = programs.run([*command, *options.split()], timeout=120)
     assert ended.returncode != 0
     assert message in ended.stderr.replace("\n", " ")
     assert "Traceback" not in ended.stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import Programs
 from tuning_kit import assert_trained_alike
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, OffloadConfig, SwarmConfig, load_offloaded
@@ -65,9 +65,9 @@ def test_a_chain_over_a_store_gives_the_numbers_of_the_store_loaded_here(
         assert_trained_alike(remote, here, IDS, rtol=1e-3, atol=1e-5)
 
 
-def test_a_store_without_a_budget_is_refused_with_the_option_to_give(store: Path) -> None:
+def test_a_store_without_a_budget_is_refused_with_the_option_to_give(store: Path, programs: Programs) -> None:
     command = [sys.executable, "-m", "swarm_plugins", "serve", str(store)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = programs.run(command, timeout=120)
     assert ended.returncode == 2
     said = " ".join(ended.stderr.split())
     assert said.startswith("swarm serve: ")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from api_kit import api, save_model
+from programs import Programs
 from tinker import types
 from tinker_kit import client_at, datum
 from transformers import AutoModelForCausalLM
@@ -39,12 +40,12 @@ def step(training: Any) -> float:
     return sum(losses)
 
 
-def test_a_killed_gateway_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_gateway_goes_on_from_the_last_checkpoint(tmp_path: Path, programs: Programs) -> None:
     base = save_model("mixtral", tmp_path / "base", num_layers=2)
     state = tmp_path / "state"
     training_options = ("--train", "--state-dir", str(state), "--api-key", KEY, "--name", "Org/Tiny")
     place = (str(base), "--local-swarm", "2")
-    with api(*place, *training_options, home=tmp_path) as url, client_at(url, KEY) as client:
+    with api(programs, *place, *training_options, home=tmp_path) as url, client_at(url, KEY) as client:
         training = client.create_lora_training_client(base_model="Org/Tiny", rank=4, seed=1).result()
         assert step(training) > step(training)
         path = training.save_state("two").result().path
@@ -53,14 +54,14 @@ def test_a_killed_gateway_goes_on_from_the_last_checkpoint(tmp_path: Path) -> No
     # The same run on experts on disk: where the blocks are makes no difference.
     offloaded = (str(base), "--offload", "fast=1MB")
     with (
-        api(*offloaded, *training_options, home=tmp_path, end=signal.SIGKILL) as url,
+        api(programs, *offloaded, *training_options, home=tmp_path, end=signal.SIGKILL) as url,
         client_at(url, KEY) as client,
     ):
         training = client.create_training_client_from_state_with_optimizer(path).result()
         assert step(training) == pytest.approx(wanted[0], rel=1e-4)
         later = training.save_state("three").result().path
         step(training)
-    with api(*offloaded, *training_options, home=tmp_path) as url, client_at(url, KEY) as client:
+    with api(programs, *offloaded, *training_options, home=tmp_path) as url, client_at(url, KEY) as client:
         training = client.create_training_client_from_state_with_optimizer(later).result()
         assert step(training) == pytest.approx(wanted[1], rel=1e-4)
     plain = AutoModelForCausalLM.from_pretrained(base)

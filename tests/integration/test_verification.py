@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from programs import Programs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -27,31 +26,28 @@ IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 @contextlib.contextmanager
-def liar(model: Path, address: str, *options: str) -> Iterator[str]:
+def liar(programs: Programs, model: Path, address: str, *options: str) -> Iterator[str]:
     """Runs a lying server of the whole model, which clients prefer to honest ones; yields its peer id."""
     arguments = ["serve", str(model), "--blocks", "0:4", "--threads", "1", "--initial-peers", address, *options]
-    process = subprocess.Popen(
-        [sys.executable, str(LYING_SERVER), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    with model.with_name("liar.log").open("w") as log:
+        process = programs.popen([sys.executable, LYING_SERVER, *arguments], errors=log, swarms=False)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1].rpartition("/")[2]
     finally:
         process.terminate()
-        process.wait(30)
-        process.stdout.close()  # type: ignore[union-attr]
+        process.communicate(timeout=30)
 
 
 @pytest.mark.swarm
-def test_a_liar_is_caught_over_real_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_liar_is_caught_over_real_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Programs
+) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
     model = save_tiny("llama", tmp_path / "llama")
     with (
         LocalSwarm(model, num_servers=2) as swarm,
-        liar(model, swarm.initial_peers[0]) as peer,
+        liar(programs, model, swarm.initial_peers[0]) as peer,
         contextlib.ExitStack() as connections,
     ):
 
@@ -97,14 +93,14 @@ def _check_evidence(model: Path, peer: str, what: str) -> None:
 
 @pytest.mark.swarm
 def test_a_lying_holder_of_experts_is_caught_over_real_connections(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Programs
 ) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
     model = save_tiny("mixtral", tmp_path / "mixtral")
     expected = AutoModelForCausalLM.from_pretrained(model)(IDS).logits
     with (
         LocalSwarm(model, spans=[(0, 4)], experts=["0:4"]) as swarm,
-        liar(model, swarm.initial_peers[0], "--experts", "0:4") as peer,
+        liar(programs, model, swarm.initial_peers[0], "--experts", "0:4") as peer,
         connect(swarm.initial_peers, SwarmConfig(verify="on")) as connection,
     ):
         owner = load_remote_experts(model, connection=connection)

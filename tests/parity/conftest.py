@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +86,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with InProcessSwarm(directory) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         yield Pair(family="llama", directory=directory, local=local, remote=remote, swarm=swarm)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _collects_fast() -> None:
-    """Half a second of every full collection would go into the modules of torch, transformers and peft."""
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import Programs
 from typer.testing import Result
 
 from swarm_plugins import LocalSwarm
@@ -82,31 +81,28 @@ def test_nothing_is_written_before_the_first_step(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.usefixtures("peers")
 def test_ctrl_c_leaves_a_checkpoint_that_is_gone_on_from(
-    model: Path, swarm: LocalSwarm, text: Path, tmp_path: Path, fit: Callable[..., Result]
+    model: Path, swarm: LocalSwarm, text: Path, tmp_path: Path, fit: Callable[..., Result], programs: Programs
 ) -> None:
     options = [
         *("--model.base", model, "--data.dataset", text, "--data.length", 16),
         *("--trainer.accelerator", "cpu", "--trainer.val_check_interval", "1.0"),
     ]
     command = [sys.executable, "-m", "swarm_plugins", "fit", "--config", LORA, *options, "--trainer.max_epochs", "9999"]
-    environment = {**os.environ, "SWARM_INITIAL_PEERS": " ".join(swarm.initial_peers), "PYTHONUNBUFFERED": "1"}
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(
-            [str(word) for word in command], cwd=tmp_path, env=environment, stdout=said, stderr=subprocess.STDOUT
-        )
-        try:
-            deadline = time.monotonic() + START_S
-            # The first epoch has ended: the run is in the middle of a later one.
-            while not list(tmp_path.rglob("epoch=*.ckpt")):
-                assert time.monotonic() < deadline
-                assert process.poll() is None, (tmp_path / "said").read_text()[-3000:]
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(END_S) == 130
-        finally:
-            process.kill()
-            process.wait(END_S)
-    heard = (tmp_path / "said").read_text()
+    environment = {"SWARM_INITIAL_PEERS": " ".join(swarm.initial_peers), "PYTHONUNBUFFERED": "1"}
+    process = programs.popen(command, cwd=tmp_path, environment=environment)
+    try:
+        deadline = time.monotonic() + START_S
+        # The first epoch has ended: the run is in the middle of a later one.
+        while not list(tmp_path.rglob("epoch=*.ckpt")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        heard, _ = process.communicate(timeout=END_S)
+        assert process.returncode == 130, heard
+    finally:
+        process.kill()
+        process.wait(END_S)
     assert "Traceback" not in heard
     advice = re.search(r"what was trained is in (.*); go on with --ckpt-path", heard)
     assert advice is not None, heard[-3000:]

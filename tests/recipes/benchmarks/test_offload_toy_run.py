@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import Programs
 from typer.testing import CliRunner
 
 from recipes.benchmarks.__main__ import app
@@ -15,12 +15,12 @@ from swarm_plugins.testing.models import save_tiny
 
 
 @pytest.mark.slow
-def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path) -> None:
+def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path, programs: Programs) -> None:
     model = save_tiny("mixtral", tmp_path / "model", num_layers=2)
     file = tmp_path / "figures.json"
     options = ["--fast=50%", "--rounds=1", "--new-tokens=4", "--without=resident", "--without=accelerate"]
     command = [sys.executable, "-m", "recipes.benchmarks", "offload", f"--model={model}", f"--json={file}"]
-    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, check=False)
+    result = programs.run([*command, *options], timeout=200)
     assert result.returncode == 0, result.stderr
     content = json.loads(file.read_text())
     assert [one["arm"] for one in content["arms"]] == [

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import Programs
 from rich.progress import Progress
 
 from recipes.benchmarks.links import Link
@@ -16,11 +18,15 @@ from swarm_plugins.testing.models import save_tiny
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["--rounds", "1"]
+Bench = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "recipes.benchmarks", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+@pytest.fixture
+def bench(programs: Programs) -> Bench:
+    def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return programs.run([sys.executable, "-m", "recipes.benchmarks", *arguments], cwd=ROOT, timeout=200)
+
+    return bench
 
 
 @pytest.mark.swarm
@@ -69,7 +75,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_bench_shows_a_ratio_for_each_figure(
-    tiny_llama: Path, tmp_path: Path, arguments: list[str], figures: list[str]
+    tiny_llama: Path, tmp_path: Path, arguments: list[str], figures: list[str], bench: Bench
 ) -> None:
     path = tmp_path / "figures.json"
     result = bench(*arguments, *QUICK, "--model", str(tiny_llama), "--json", str(path))
@@ -84,7 +90,7 @@ def test_bench_shows_a_ratio_for_each_figure(
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_training_in_chunks(tiny_llama: Path, tmp_path: Path) -> None:
+def test_bench_of_training_in_chunks(tiny_llama: Path, tmp_path: Path, bench: Bench) -> None:
     path = tmp_path / "figures.json"
     arguments = ["--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4", "--waiting", "0.1"]
     result = bench("network", *arguments, *QUICK, "--model", str(tiny_llama), "--json", str(path))
@@ -120,7 +126,7 @@ def test_bench_of_distances(tiny_llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_remote_experts(tmp_path: Path) -> None:
+def test_bench_of_remote_experts(tmp_path: Path, bench: Bench) -> None:
     path = tmp_path / "figures.json"
     model = save_tiny("mixtral", tmp_path / "model", num_layers=2)
     result = bench("experts", "--slices", "2", "--new-tokens", "4", *QUICK, "--model", str(model), "--json", str(path))
@@ -137,7 +143,7 @@ def test_bench_of_remote_experts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_codecs(tiny_llama: Path, tmp_path: Path) -> None:
+def test_bench_of_codecs(tiny_llama: Path, tmp_path: Path, bench: Bench) -> None:
     path, text = tmp_path / "figures.json", tmp_path / "text.txt"
     text.write_text("we came over the pass in the late afternoon when the wind had dropped " * 8)
     words = ["--text", str(text), "--pieces", "2", "--length", "40", "--servers", "1"]
@@ -155,7 +161,7 @@ def test_bench_of_codecs(tiny_llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_bench_of_training_together(tiny_llama: Path, tmp_path: Path) -> None:
+def test_bench_of_training_together(tiny_llama: Path, tmp_path: Path, bench: Bench) -> None:
     path, plot = tmp_path / "figures.json", tmp_path / "together.svg"
     words = ["--peers", "2", "--seconds", "3", "--seeds", "1", "--steps-per-round", "2", "--documents", "16"]
     result = bench("together", *words, "--plot", str(plot), "--model", str(tiny_llama), "--json", str(path))
@@ -168,7 +174,7 @@ def test_bench_of_training_together(tiny_llama: Path, tmp_path: Path) -> None:
     assert "2 together" in plot.read_text()
 
 
-def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+def test_bench_without_a_model_is_one_sentence(tmp_path: Path, bench: Bench) -> None:
     result = bench("decode", "--model", str(tmp_path))
     assert result.returncode == 2
     assert result.stderr.strip() == (
