@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from swarm_plugins.blocks.load import ExpertsElsewhere, load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import MissingExpertsError
-from swarm_plugins.server.background import in_thread
+from swarm_plugins.server.background import in_thread, return_free_memory
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.hosted import storages
 from swarm_plugins.server.startup.capacity import Speed, measure
@@ -54,7 +55,7 @@ class SpanLoader:
             self._kernel = (kernel_of(self.checkpoint, blocks, config, self.device),)
         # The span is tried once when it has been loaded; holders may come later.
         with self.rehearsing():
-            return load_span(
+            span = load_span(
                 self.checkpoint,
                 blocks,
                 dtype=None if config.dtype is None else getattr(torch, config.dtype),
@@ -68,6 +69,10 @@ class SpanLoader:
                 elsewhere=self.elsewhere,
                 progress=sys.stderr.isatty(),
             )
+        # Loading leaves cycles that hold the weights as they were read.
+        gc.collect()
+        return_free_memory()
+        return span
 
     async def measured(self, span: Span) -> Speed:
         """Measures a span; without its remote experts if these have no holders yet."""
