@@ -18,7 +18,7 @@ from web_kit import byte_tokenizer
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
-START_S = 120.0
+START_S = 300.0
 READY = re.compile(r"listening at (http://127\.0\.0\.1:\d+) \(API: \1/v1(; training: TINKER_BASE_URL=\1)?\)\n")
 
 
