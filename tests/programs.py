@@ -59,6 +59,8 @@ class Program(Forked):
     def communicate(self, timeout: float = 30.0) -> tuple[str, None]:
         """Waits for its end, and returns what it has said since; raises TimeoutExpired."""
         self.wait(timeout)
+        if self.stdout.closed:
+            return "", None
         with self.stdout:
             return self.stdout.read(), None
 

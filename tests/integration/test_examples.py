@@ -126,7 +126,7 @@ def test_sft_of_trl_trains(tiny_mixtral: Path, peers: Mapping[str, str], tmp_pat
 def test_the_recipe_of_preferences_raises_the_margin(tmp_path: Path, run: Run) -> None:
     """With a real model: what a random one learns holds for no other address."""
     model = smollm2()
-    options = ["--base", model, "--steps", "8", "--pairs", "8", "--output", tmp_path / "out"]
+    options = ["--base", model, "--steps", "5", "--pairs", "4", "--length", "48", "--output", tmp_path / "out"]
     with LocalSwarm(model, num_servers=1, dtype="float32") as swarm:
         peers = {"SWARM_INITIAL_PEERS": swarm.initial_peers[0]}
         said = run(tmp_path, sys.executable, ROOT / "recipes" / "dpo.py", *options, environment=peers)

@@ -72,6 +72,8 @@ QUICK = (
     "minimax",
     "recurrent_gemma",
     "rwkv",
+    "minimax_m3_vl_text",
+    "qwen4_exp_text",
 )
 # One for each way to keep a session: keys and values, tied blocks, states in attention's place and beside it, an
 # indexer's keys, states in an object of the family's own and on modules, no cache at all.
@@ -220,20 +222,17 @@ def test_blocks_that_look_at_images_are_refused_with_one_and_passed_without(tmp_
             insert_module(remote, "mine", torch.nn.Identity(), after=1)
 
 
-# What only servers' own processes do: they measure their blocks before they offer them.
-@pytest.mark.slow
+# What only servers' own processes do: they measure their blocks before they offer them. Types that differ from these
+# in numbers alone take hours.
+OF_ITS_OWN_KIND = _names("bloom deepseek_v4 gemma4 glm_moe_dsa nemotron_h")
+OF_THE_SAME_KIND = _names("deepseek_v32 gemma4_text qwen3_5_moe_text zaya")
+
+
 @pytest.mark.parametrize(
     "model_type",
     [
-        "bloom",
-        "deepseek_v32",
-        "deepseek_v4",
-        "gemma4",
-        "gemma4_text",
-        "glm_moe_dsa",
-        "nemotron_h",
-        "qwen3_5_moe_text",
-        "zaya",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OF_ITS_OWN_KIND),
+        *(pytest.param(name, marks=pytest.mark.hours) for name in OF_THE_SAME_KIND),
     ],
 )
 def test_a_type_of_its_own_kind_is_served_by_processes(model_type: str, tmp_path: Path) -> None:
