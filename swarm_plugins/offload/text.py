@@ -32,6 +32,8 @@ OFFLOAD_WORDS = {field: f"--offload {name}" for name, field in _FIELDS.items() i
 
 
 def _form(name: str) -> str:
+    if _CHOICES.get(name) is _WIDTHS:
+        return "WIDTH"
     if name in _CHOICES:
         return "|".join(_CHOICES[name])
     return "SIZE" if _is_size(name) else "N"
@@ -39,10 +41,6 @@ def _form(name: str) -> str:
 
 def _is_size(name: str) -> bool:
     return _FIELDS[name].endswith("_bytes")
-
-
-OFFLOAD_HELP = f"{', '.join(f'{name}={_form(name)}' for name in _FIELDS)}, each optional."
-"""What ``--offload`` takes."""
 
 
 def parse_offload(text: str, option: str = "--offload") -> OffloadConfig:
@@ -109,3 +107,7 @@ def _one_of(names: Iterable[str]) -> str:
     """Lists choices: ``2, 4 or nf4``."""
     *most, last = names
     return f"{', '.join(most)} or {last}"
+
+
+OFFLOAD_HELP = f"{', '.join(f'{name}={_form(name)}' for name in _FIELDS)}, each optional. WIDTH is {_one_of(_WIDTHS)}."
+"""What ``--offload`` takes."""

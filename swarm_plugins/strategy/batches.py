@@ -68,6 +68,9 @@ class EndingTogether:
         strategy: Decides for all ranks, by ``reduce_boolean_decision``.
     """
 
+    loader_here: Any
+    deciding: Any
+
     def __init__(self, loader: Iterable[Any], strategy: Any) -> None:
         vars(self).update(getattr(loader, "__dict__", {}), loader_here=loader, deciding=strategy)
 

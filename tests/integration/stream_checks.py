@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from swarm_plugins import ExpertParallelStrategy, FabricSwarmStrategy, SwarmStrategy
 
-KNOWN = 3
+KNOWN = 1
 
 
 class Stream(IterableDataset[Tensor]):
@@ -60,14 +60,14 @@ def ends_together(model: Path, place: dict[str, Any], folder: Path) -> dict[str,
 
     def steps(name: str, data: Any, **how: Any) -> tuple[int, several.Tuner]:
         keeper = ModelCheckpoint(folder, name, save_top_k=-1)
-        settings = {"max_epochs": 2, "callbacks": [keeper], "enable_checkpointing": True, **how}
+        settings = {"max_epochs": 1, "callbacks": [keeper], "enable_checkpointing": True, **how}
         tuner = several.Tuner(str(model))
         resume = settings.pop("ckpt_path", None)
         one = several.trainer(SwarmStrategy(**place), world_size, folder, **settings)
         one.fit(tuner, data, ckpt_path=resume)
         return one.global_step, tuner
 
-    ends, tuner = steps("ends", rows(2 + 3 * mine))
+    ends, tuner = steps("ends", rows(2 + 3 * mine), max_epochs=2)
     weights = tuner.trained()
     first = {name: value.clone() for name, value in weights.items()}
     for value in first.values():
@@ -79,9 +79,9 @@ def ends_together(model: Path, place: dict[str, Any], folder: Path) -> dict[str,
         "nothing here": steps("nothing", rows(2 * mine))[0],
         "one knows": steps("one", rows(KNOWN, dataset=Sized if mine else Stream))[0],
         "in the middle": steps("middle", rows(2 + mine), accumulate_grad_batches=4)[0],
-        "goes on": steps("on", resumable, max_epochs=4, ckpt_path=folder / "ends.ckpt")[0],
+        "goes on": steps("resumed", resumable, max_epochs=3, ckpt_path=folder / "ends.ckpt")[0],
     }
-    last = torch.load(next(folder.glob("on*.ckpt")), weights_only=True)
+    last = torch.load(next(folder.glob("resumed*.ckpt")), weights_only=True)
     return {**counts, "place": last["loops"]["fit_loop"]["state_dict"]["combined_loader"]}
 
 

@@ -97,6 +97,13 @@ def test_help_shows_every_command_in_a_group() -> None:
     assert list(groups) == ["Options", *names], "commands without a group stand under Commands"
 
 
+@pytest.mark.parametrize("name", sorted(typer.main.get_command(app).commands))  # type: ignore[attr-defined]
+def test_help_cuts_no_word_in_a_narrow_terminal(name: str) -> None:
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert "…" not in shown.output
+
+
 def test_help_hides_no_default_as_markup() -> None:
     # rich takes [words] for markup; typer escapes its own.
     todo = [typer.main.get_command(app)]
