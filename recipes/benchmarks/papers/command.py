@@ -51,7 +51,7 @@ def eight_bits(
     length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 256,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; repeatable.", min=1, max=256)] = None,
     losses_only: Annotated[bool, typer.Option("--losses-only", help="Leave the throughput out.")] = False,
-    prefix: Annotated[int, typer.Option(help="Tokens of the prompts.", min=1, max=8192)] = 128,
+    prefix: Annotated[int, typer.Option(help="Tokens of the prompts.", min=1, max=8192)] = 64,
     new_tokens: NewTokens = 16,
     rounds: Rounds = 5,
     plot: Plot = None,
