@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -141,3 +142,14 @@ def falsify_pushes(
         return await send(lie(hidden) if current >= number else hidden)
 
     return replace_pushes(monkeypatch, push)
+
+
+def losses(send_numbers: Sequence[int], *, every: int) -> list[Any]:
+    """Returns which of three servers is lost, at which push, and whether that has been sent.
+
+    `make test` takes one of so many.
+    """
+    return [
+        pytest.param(*case, marks=pytest.mark.slow if place % every else (), id="-".join(map(str, case)))
+        for place, case in enumerate(itertools.product(range(3), send_numbers, (False, True)))
+    ]

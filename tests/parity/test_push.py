@@ -22,6 +22,7 @@ from push_kit import (
     falsify_pushes,
     in_session,
     kill,
+    losses,
     overflow_beyond_16_bits,
     refused,
     remote,
@@ -160,9 +161,8 @@ def test_a_way_that_is_cut_between_two_servers_only(
     assert not [record.message for record in caplog.records if "failed" in record.message]
 
 
-@pytest.mark.parametrize("is_sent", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("send_number", [1, 2, 5, 6])  # by the first server, by the second; the prompt, a token
-@pytest.mark.parametrize("victim", [0, 1, 2])
+# Before or after it is sent; by the first server, by the second; the prompt, a token.
+@pytest.mark.parametrize(("victim", "send_number", "is_sent"), losses([1, 2, 5, 6], every=5))
 def test_a_server_that_is_lost_in_any_phase_costs_no_token(
     tiny_llama: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

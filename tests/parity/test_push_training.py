@@ -16,6 +16,7 @@ from push_kit import (
     SPANS,
     falsify_pushes,
     kill,
+    losses,
     overflow_beyond_16_bits,
     refused,
     remote,
@@ -87,9 +88,8 @@ def test_outputs_and_gradients_go_from_server_to_server(
         assert taken(swarm) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("is_sent", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("send_number", [1, 3, 4, 5, 8])  # outputs of the two chunks, then gradients
-@pytest.mark.parametrize("victim", [0, 1, 2])
+# Before or after it is sent; outputs of the two chunks, then gradients.
+@pytest.mark.parametrize(("victim", "send_number", "is_sent"), losses([1, 3, 4, 5, 8], every=7))
 def test_a_server_that_is_lost_on_the_way_costs_no_gradient(
     tiny_llama: Path, want: list[Tensor], is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
