@@ -84,7 +84,7 @@ def bench_few_bits(
 
     with tempfile.TemporaryDirectory(prefix="swarm-few-bits-") as work:
         with_each(str(directory), Path(work), pairs, use)
-    figures = {
+    figures: dict[str, Any] = {
         "length": length,
         "few": list(few),
         "asked": [_name(one) for one in asked],
