@@ -22,7 +22,7 @@ from swarm_plugins.web.engine.models import Models, end_tokens, is_prompt_learni
 from swarm_plugins.web.engine.processors import Recorder, processors_of
 from swarm_plugins.web.engine.request import Done, Event, Generation, PromptScored, Scored
 
-_SCORED_AT_ONCE = 256
+SCORED_AT_ONCE = 256
 """Prompt tokens whose probabilities over the whole vocabulary are in memory at once."""
 
 
@@ -93,7 +93,7 @@ class Run:
             self._emit(PromptScored(self._scored(model, ids)))
         elif not is_prompt_learning(model):  # virtual tokens come first: PEFT makes the cache
             cache, cached = self._caches.take(self._key, request.tokens)
-            self._use(_new_cache(model) if cache is None else cache)
+            self._use(new_cache(model) if cache is None else cache)
         if not request.max_new_tokens:
             self._answers.finish()
             return 0, ()
@@ -177,12 +177,12 @@ class Run:
             )
         top = self._request.logprobs or 0
         scored = [Scored(int(ids[0, 0]), None)]
-        cache = _new_cache(model)
+        cache = new_cache(model)
         self._use(cache)
-        for start in range(0, ids.shape[1] - 1, _SCORED_AT_ONCE):
+        for start in range(0, ids.shape[1] - 1, SCORED_AT_ONCE):
             if self._answers.cancelled.is_set():
                 raise CancelledError
-            part = ids[:, start : min(start + _SCORED_AT_ONCE, ids.shape[1] - 1)]
+            part = ids[:, start : min(start + SCORED_AT_ONCE, ids.shape[1] - 1)]
             logits = model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
             following = ids[0, start + 1 : start + 1 + part.shape[1]].tolist()
             scored += [
@@ -191,5 +191,6 @@ class Run:
         return tuple(scored)
 
 
-def _new_cache(model: Any) -> DynamicCache:
+def new_cache(model: Any) -> DynamicCache:
+    """Returns an empty cache for a model."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))

@@ -113,8 +113,8 @@ class TinkerService:
             return response_of(await draw(generation), body)
         datum = target_datum(generation.tokens, named, self.bounds)
         model = self.engine.models.get(sampler.sampler_id)
-        computed = await self.trainers.score(tenant, model, datum)
-        return response_of(await draw(generation), body, target_message(computed, named))
+        logprobs = await self.trainers.score(tenant, model, datum)
+        return response_of(await draw(generation), body, target_message(logprobs, named))
 
     def _drop(self, session: Session) -> None:
         self.futures.forget(session.session_id)

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.tuning.computing import Computed
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.losses import TARGETS
+from swarm_plugins.web.engine.models import is_prompt_learning
+from swarm_plugins.web.engine.run import SCORED_AT_ONCE, new_cache
 from swarm_plugins.web.tinker.bodies import TensorBody
 from swarm_plugins.web.tinker.messages import message
 from swarm_plugins.web.tinker.wire import float_bytes, tensor_of
@@ -45,9 +47,27 @@ def target_datum(tokens: tuple[int, ...], body: TensorBody, bounds: TextBounds) 
     return datum
 
 
-def target_message(computed: Computed, body: TensorBody) -> Any:
+@torch.no_grad()
+def target_logprobs(model: Any, datum: Datum) -> Tensor:
+    """Returns the log probabilities of a text's targets ``[N, K]``.
+
+    The distributions of a bounded number of positions are in memory at once. Virtual tokens of soft prompts come before
+    the text, which is then read whole.
+    """
+    ids, targets = datum.tokens[None].to(model.device), datum.inputs[TARGETS]
+    cache = None if is_prompt_learning(model) else new_cache(model)
+    length = len(targets) if cache is None else SCORED_AT_ONCE
+    found = []
+    for start in range(0, len(targets), length):
+        part = ids[:, start : start + length]
+        logits = model(input_ids=part, past_key_values=cache, use_cache=cache is not None).logits[0, -part.shape[1] :]
+        found.append(logits.float().log_softmax(-1).cpu().gather(1, targets[start : start + length]))
+    return torch.cat(found)
+
+
+def target_message(logprobs: Tensor, body: TensorBody) -> Any:
     """Returns the Tensor of an answer, in the layout of the request."""
-    logprobs, shape = computed.logprobs, list(computed.logprobs.shape)
+    shape = list(logprobs.shape)
     if body.sparse_crow_indices is None:
         return message("Tensor", dense=float_bytes(logprobs), dtype=_FLOAT32, shape=shape)
     starts, columns = (np.array(one or [], "<i8") for one in _indices(body))

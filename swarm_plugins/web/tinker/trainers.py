@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio.to_thread
+from torch import Tensor
 
 from swarm_plugins.backbone.twin import twin
-from swarm_plugins.errors import ConfigError, NumericError, SwarmError, printable
+from swarm_plugins.errors import ConfigError, SwarmError, printable
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, saved_adapter
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts
-from swarm_plugins.tuning.computing import Computed, Part, run_pass
-from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
+from swarm_plugins.tuning.datums import Datum, TextBounds, check_datums
 from swarm_plugins.tuning.history import History, Tally
 from swarm_plugins.tuning.joint import Call
 from swarm_plugins.tuning.optimizer_file import load_optimizer
@@ -29,6 +29,7 @@ from swarm_plugins.web.tinker.bodies import LoraBody, OptimizerBody, SaveWeights
 from swarm_plugins.web.tinker.line import GapError
 from swarm_plugins.web.tinker.passes import Passes
 from swarm_plugins.web.tinker.sessions import Training
+from swarm_plugins.web.tinker.targets import target_logprobs
 from swarm_plugins.web.tinker.wire import call_of, computed_message, datums_of
 
 T = TypeVar("T")
@@ -203,13 +204,9 @@ class Trainers:
 
         return await self._run(owner, work)
 
-    async def score(self, tenant: str, model: Any, datum: Datum) -> Computed:
+    async def score(self, tenant: str, model: Any, datum: Datum) -> Tensor:
         """Returns the log probabilities of a text's targets by a model to sample from."""
-        parts = [Part([datum], LossCall.of("cross_entropy", {}))]
-        (found,) = await self._run(tenant, lambda: run_pass(model, parts, backward=False))
-        if isinstance(found, NumericError):
-            raise found
-        return found[0]
+        return await self._run(tenant, lambda: target_logprobs(model, datum))
 
     @contextlib.asynccontextmanager
     async def _turn(self, training: Training, seq_id: int) -> AsyncIterator[None]:

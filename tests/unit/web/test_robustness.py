@@ -101,7 +101,7 @@ def test_a_client_that_leaves_while_its_prompt_is_scored_ends_that(
         assert left.wait(30)
         return Scored(token, 0.0)
 
-    monkeypatch.setattr(run, "_SCORED_AT_ONCE", 1)
+    monkeypatch.setattr(run, "SCORED_AT_ONCE", 1)
     monkeypatch.setattr(run, "scored_of", score)
     body = {"model": "tiny", "prompt": [5] * 500, "max_tokens": 0, "echo": True, "logprobs": 0}
     with post(url, "/v1/completions", body):
