@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from swarm_plugins.web.engine.request import Finished, Generation, Scored
+from swarm_plugins.web.tinker.gathering import GATHER_S
 
-_GATHER_S = 0.02
-"""How long a group waits for the next one, which arrives within milliseconds."""
 _MAX_ROWS = 32
 
 
@@ -60,7 +59,7 @@ class Groups:
         rows = 0
         while rows < group.rows < _MAX_ROWS:
             rows = group.rows
-            await asyncio.sleep(_GATHER_S)
+            await asyncio.sleep(GATHER_S)
         self._close(group)
         return await self._draw(replace(group.generation, n=group.rows))
 

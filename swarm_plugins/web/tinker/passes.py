@@ -10,9 +10,8 @@ from typing import Any
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.computing import Computed
 from swarm_plugins.tuning.joint import Call, Joint
+from swarm_plugins.web.tinker.gathering import GATHER_S, compute_for
 
-_GATHER_S = 0.02
-"""How long a pass waits for other models' calls, which arrive within milliseconds once they have shared one."""
 _MAX_CALLS = 8
 _MAX_TOKENS = 8192
 """Of a pass that is shared: who shares one waits for all of it."""
@@ -74,7 +73,7 @@ class Passes:
         shares = {one.tenant: float(one.num_tokens)}
         async with self._shared_turns.turn(one.tenant, shares), self._turns.turn(one.tenant, shares):
             if self._last != {id(one.call.tuner)}:
-                await asyncio.sleep(_GATHER_S)
+                await asyncio.sleep(GATHER_S)
             together = self._claim(one)
             for other in together[1:]:
                 shares[other.tenant] = shares.get(other.tenant, 0.0) + other.num_tokens
@@ -95,25 +94,16 @@ class Passes:
 
     async def _run(self, together: list[_Waiting]) -> None:
         calls, backward = [one.call for one in together], together[0].backward
-        try:
-            found = await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: self._joint.compute(calls, backward=backward)
-            )
-        except Exception as exc:  # noqa: BLE001 - a fault of the pass itself is an answer to each of its calls
-            for one in together:
-                if backward:
-                    one.call.tuner.fail(str(exc))
-            found = [exc] * len(together)
-        except BaseException:  # at the end of the API
-            for one in together:
-                one.done.cancel()
-            raise
+
+        def work() -> list[list[Computed] | Exception]:
+            try:
+                return self._joint.compute(calls, backward=backward)
+            except Exception as exc:
+                for call in calls:
+                    if backward:
+                        call.tuner.fail(str(exc))
+                raise
+
+        await compute_for([one.done for one in together], self._threads, work)
         if any(one.done.cancelled() for one in together):
             self.forget()  # a client has left meanwhile
-        for one, result in zip(together, found, strict=True):
-            if one.done.done():
-                continue
-            if isinstance(result, Exception):
-                one.done.set_exception(result)
-            else:
-                one.done.set_result(result)

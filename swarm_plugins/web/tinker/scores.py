@@ -6,6 +6,7 @@ By itself each would take a session on the servers, a pass of its prompt and one
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,9 @@ from swarm_plugins.web.engine.answers import scored_of
 from swarm_plugins.web.engine.models import Models, end_tokens, is_prompt_learning
 from swarm_plugins.web.engine.processors import processors_of
 from swarm_plugins.web.engine.request import Finished, Generation, Scored
+from swarm_plugins.web.tinker.gathering import GATHER_S, compute_for
 from swarm_plugins.web.tinker.groups import Drawn
 
-_GATHER_S = 0.02
-"""How long the first prompt waits for others, which arrive within milliseconds."""
 _MAX_TOKENS = 2048
 """Of the prompts of a turn."""
 
@@ -84,27 +84,13 @@ class Scores:
 
     async def _work_off(self, key: tuple[str, str | None]) -> None:
         queue, (tenant, adapter) = self._queues[key], key
-        await asyncio.sleep(_GATHER_S)
+        await asyncio.sleep(GATHER_S)
         while queue:
             async with self._turns.turn(tenant):
                 together = _taken(queue)
-                if together:
-                    await self._run(adapter, together)
+                scored = functools.partial(self._scored, adapter, [one.generation for one in together])
+                await compute_for([one.done for one in together], self._threads, scored)
         del self._queues[key]
-
-    async def _run(self, adapter: str | None, together: Sequence[_Waiting]) -> None:
-        generations = [one.generation for one in together]
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.run_in_executor(self._threads, lambda: self._scored(adapter, generations))
-        except Exception as exc:  # noqa: BLE001 - each of the clients gets it as an answer
-            for one in together:
-                if not one.done.done():
-                    one.done.set_exception(exc)
-            return
-        for one, drawn in zip(together, found, strict=True):
-            if not one.done.done():  # a client has left meanwhile
-                one.done.set_result(drawn)
 
     def _scored(self, adapter: str | None, generations: Sequence[Generation]) -> list[Drawn]:
         model = self._models.get(adapter)
