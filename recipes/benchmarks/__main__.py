@@ -25,7 +25,8 @@ app = typer.Typer(
     add_completion=False,
 )
 for command in (
-    *(swarms.decode, swarms.train, swarms.sessions, swarms.api, swarms.calls, swarms.verify, packs, network),
+    *(swarms.decode, swarms.train, swarms.sessions, swarms.api, swarms.verify, packs, network),
+    *(swarms.calls, swarms.curves),
     *(machines.kernels, widths, machines.device),
     *(mixtures.experts, mixtures.offload, mixture, mixtures.dispatch, mixtures.quality),
     *(formats, changes.codec, changes.kv, changes.together, changes.privacy),

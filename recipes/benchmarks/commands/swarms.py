@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -103,6 +103,29 @@ def calls(
         )
 
     measure("calls", run, json)
+
+
+def curves(
+    model: ModelFolder,
+    servers: Servers = 2,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Word for examples/train_by_calls.py, such as --steps=8; repeatable.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the curves to this file, an SVG.", dir_okay=False)
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Train by calls on local servers, on texts and by rewards, as the example does; show both curves."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.curves import bench_curves
+        from recipes.benchmarks.papers.shown import check_plot
+
+        check_plot(plot)
+        return bench_curves(model, num_servers=servers, options=option or (), plot=plot, progress=progress)
+
+    measure("curves", run, json)
 
 
 def api(

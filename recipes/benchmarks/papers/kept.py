@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recipes.benchmarks.curves import CURVES
 from recipes.benchmarks.papers.codes import CODES
 from recipes.benchmarks.papers.crossing import CROSSING
 from recipes.benchmarks.papers.ranks import RANKS
@@ -9,7 +10,7 @@ from recipes.benchmarks.papers.reuse import REUSE
 from recipes.benchmarks.papers.shown import PICTURES, Shown
 from recipes.benchmarks.papers.sizes import SIZES
 
-KEPT: tuple[Shown, ...] = (CODES, CROSSING, REUSE, RANKS, SIZES)
+KEPT: tuple[Shown, ...] = (CODES, CROSSING, REUSE, RANKS, SIZES, CURVES)
 
 
 def main() -> None:
