@@ -44,7 +44,7 @@ def step(training: Any, texts: Sequence[list[int]] = TEXTS, during: Callable[[An
     during(calls[-1])
     losses = [call.result().metrics["loss:sum"] for call in calls]
     assert done.result()
-    return sum(losses)
+    return float(sum(losses))
 
 
 def test_a_killed_gateway_goes_on_from_the_last_checkpoint(tmp_path: Path, programs: Programs) -> None:

@@ -36,7 +36,7 @@ def loaded() -> Any:
     spec = importlib.util.spec_from_file_location("train_by_calls", EXAMPLES / "train_by_calls.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.HELD_OUT_TOPICS = module.HELD_OUT_TOPICS[:1]
     module.SHORT = module.SHORT.model_copy(update={"max_tokens": 4})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import random
 import tracemalloc
@@ -13,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
 import tinker
-from tinker_kit import KEYS, NAME, client_at, datum, serving
+from tinker_kit import KEYS, NAME, PROTOBUF, client_at, datum, mutated, serving, sound
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.tuning.datums import TextBounds, check_datums
 from swarm_plugins.web.tinker.line import Line
-from swarm_plugins.web.tinker.messages import message
 from swarm_plugins.web.tinker.sessions import SESSION_S, Sessions
 from swarm_plugins.web.tinker.wire import call_of, datums_of, read_request
 
@@ -32,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 PREFIX = "/api/v1"
-PROTOBUF = {"Content-Type": "application/x-protobuf"}
 _ANSWERS = 128
 """Answers that are kept for a key: memory is looked at once there are so many."""
 
@@ -46,37 +42,6 @@ def _collects() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def tiny_model(tiny: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny).eval()
-
-
-def sound(model_id: str) -> bytes:
-    tokens = np.arange(5, 13, dtype="<i4")
-    chunk = message("Chunk", encoded_text=message("EncodedTextChunk", tokens=tokens.tobytes()))
-    targets = message("Tensor", dense=np.arange(6, 14, dtype="<i8").tobytes(), dtype=2, shape=[8])
-    weights = message("Tensor", dense=np.ones(8, "<f4").tobytes(), dtype=1, shape=[8])
-    text = message("Datum", model_input=[chunk], loss_fn_inputs={"target_tokens": targets, "weights": weights})
-    request = message("ForwardBackwardRequest", model_id=model_id, seq_id=1, data=[text, text], loss_fn="cross_entropy")
-    found: bytes = request.SerializeToString()
-    return found
-
-
-def mutated(body: bytes, draw: random.Random) -> bytes:
-    changed = bytearray(body)
-    for _ in range(draw.randint(1, 6)):
-        place = draw.randrange(len(changed))
-        kind = draw.randrange(5)
-        if kind == 0:
-            changed[place] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            changed[place : place + draw.randint(1, 8)] = b""
-        elif kind == 2:
-            changed[place:place] = changed[place : place + draw.randint(1, 64)]
-        elif kind == 3:
-            changed[place:place] = draw.randbytes(draw.randint(1, 8))
-        else:
-            changed[place] = draw.choice((0, 0x7F, 0x80, 0xFF))
-        if not changed:
-            return b""
-    return bytes(changed)
 
 
 def test_memory_is_flat_when_ten_thousand_odd_messages_are_read() -> None:
@@ -110,7 +75,7 @@ def test_memory_is_flat_under_odd_messages(
 ) -> None:
     monkeypatch.setattr("swarm_plugins.web.tinker.futures._MAX_OF_A_KEY", _ANSWERS)
     # What comes before an odd number never comes.
-    monkeypatch.setattr("swarm_plugins.web.tinker.sessions.Line", functools.partial(Line, gap_s=0.01))
+    monkeypatch.setitem(Line.__init__.__kwdefaults__, "gap_s", 0.01)
     draw = random.Random(5)
     with (
         serving(tiny_model, tokenizer, tmp_path) as url,

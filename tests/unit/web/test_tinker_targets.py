@@ -24,7 +24,8 @@ def model(tiny: Path) -> Any:
 @torch.no_grad()
 def wanted(model: Any) -> torch.Tensor:
     logits = model(input_ids=TEXT.tokens[None]).logits[0, -10:]
-    return logits.log_softmax(-1).gather(1, TEXT.inputs["target_tokens"])
+    found: torch.Tensor = logits.log_softmax(-1).gather(1, TEXT.inputs["target_tokens"])
+    return found
 
 
 def test_a_prompt_is_scored_piece_by_piece(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

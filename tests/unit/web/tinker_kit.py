@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tinker
 import torch
 from tinker import types
@@ -16,9 +18,11 @@ from web_kit import served
 
 from swarm_plugins.web import create_app
 from swarm_plugins.web.settings import ApiSettings
+from swarm_plugins.web.tinker.messages import message
 
 NAME = "Org/Tiny"
 KEYS = ("tml-anna", "tml-ben")
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
 # One thread for all clients of the process, which never ends: not any test's.
 _internal_client_holder_thread_singleton.get_loop()
 
@@ -53,3 +57,36 @@ def datum(ids: list[int], **inputs: list[float]) -> Any:
     return types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": targets, **tensors}
     )
+
+
+def sound(model_id: str) -> bytes:
+    """Two texts for a forward_backward."""
+    tokens = np.arange(5, 13, dtype="<i4")
+    chunk = message("Chunk", encoded_text=message("EncodedTextChunk", tokens=tokens.tobytes()))
+    targets = message("Tensor", dense=np.arange(6, 14, dtype="<i8").tobytes(), dtype=2, shape=[8])
+    weights = message("Tensor", dense=np.ones(8, "<f4").tobytes(), dtype=1, shape=[8])
+    text = message("Datum", model_input=[chunk], loss_fn_inputs={"target_tokens": targets, "weights": weights})
+    request = message("ForwardBackwardRequest", model_id=model_id, seq_id=1, data=[text, text], loss_fn="cross_entropy")
+    found: bytes = request.SerializeToString()
+    return found
+
+
+def mutated(body: bytes, draw: random.Random) -> bytes:
+    """A message with some bits, bytes or pieces changed, lost, repeated or put in."""
+    changed = bytearray(body)
+    for _ in range(draw.randint(1, 6)):
+        place = draw.randrange(len(changed))
+        kind = draw.randrange(5)
+        if kind == 0:
+            changed[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            changed[place : place + draw.randint(1, 8)] = b""
+        elif kind == 2:
+            changed[place:place] = changed[place : place + draw.randint(1, 64)]
+        elif kind == 3:
+            changed[place:place] = draw.randbytes(draw.randint(1, 8))
+        else:
+            changed[place] = draw.choice((0, 0x7F, 0x80, 0xFF))
+        if not changed:
+            return b""
+    return bytes(changed)
