@@ -84,16 +84,19 @@ def bench_few_bits(
 
     with tempfile.TemporaryDirectory(prefix="swarm-few-bits-") as work:
         with_each(str(directory), Path(work), pairs, use)
-    figures: dict[str, Any] = {
+    counts = {text: sum(map(len, questions[text])) for text in TEXTS}
+    figures = {
         "length": length,
         "few": list(few),
         "asked": [_name(one) for one in asked],
-        "questions": {text: sum(map(len, questions[text])) for text in TEXTS},
+        "questions": counts,
         "arms": {_name(one): arms[_name(one)] for one in pairs},
     }
     report = ShownReport(command="benchmark few-bits", model=directory.resolve().name, shown=FEW_BITS, figures=figures)
-    counts = " and ".join(f"{figures['questions'][text]} of {text}" for text in TEXTS)
-    report.notes.append(f"questions: {counts}, {START} tokens with four endings of {ENDING}; intervals over documents")
+    asked_of = " and ".join(f"{count} of {text}" for text, count in counts.items())
+    report.notes.append(
+        f"questions: {asked_of}, {START} tokens with four endings of {ENDING}; intervals over documents"
+    )
     report.notes.append("losses: intervals over pieces of different documents; without calibration data")
     return finished(report, plot)
 
