@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -80,8 +81,19 @@ class Programs:
 
     def __init__(self) -> None:
         self._paths = os.pathsep.join(path for path in sys.path if path)
+        self._folder = Path(tempfile.mkdtemp(prefix="forked-python-"))
+        python = self._folder / "python"
+        python.write_text(f"#!{sys.executable} -ISE\n{Path(__file__).with_name('forked_python.py').read_text()}")
+        python.chmod(0o700)
         self._environment = self._given({})
-        self._warm = WarmServers(self._environment, (), MODULES)
+        # For what these programs start in turn, such as ranks.
+        self._python = {
+            "FORKED_PYTHON": str(python),
+            "FORKED_PYTHON_IS": sys.executable,
+            "FORKED_PYTHON_LINE": str(self._folder / "line"),
+            "PYTHON_EXEC": str(python),  # torchrun's name
+        }
+        self._warm = WarmServers(self._environment | self._python, (), MODULES)
         if sys.platform.startswith("linux"):
             self._warm.open()
 
@@ -111,7 +123,7 @@ class Programs:
             )
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
             files = [one.fileno() for one in (nothing, out, errors)]
-            process = Forked(self._warm.open(), _request(words, cwd, given), files)
+            process = Forked(self._warm.open(), _request(words, cwd, given | self._python), files)
             try:
                 status = process.wait(timeout)
             finally:
@@ -140,7 +152,7 @@ class Programs:
         """
         words, given = _words(command), self._given(environment or {})
         if self._forks(given):
-            request = _request(words, cwd, given) | {"swarms": swarms}
+            request = _request(words, cwd, given | self._python) | {"swarms": swarms}
             return Program(self._warm.open(), request, None if errors is None else errors.fileno())
         return subprocess.Popen(
             words,
@@ -156,6 +168,7 @@ class Programs:
     def close(self) -> None:
         """Ends the process they are forked from."""
         self._warm.close()
+        shutil.rmtree(self._folder)
 
     def _given(self, changes: Mapping[str, str | None]) -> dict[str, str]:
         given = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": self._paths, **changes}

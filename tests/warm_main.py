@@ -31,41 +31,74 @@ def main() -> None:
         importlib.import_module(module)
     # Collections in the forks would copy the pages of all these modules.
     gc.freeze()
-    with socket.socket(fileno=os.dup(0)) as line:
-        fork_for_all(line)
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(socket.socket(fileno=os.dup(0)))
+        path = os.environ.get("FORKED_PYTHON_LINE")
+        calls = None if path is None else stack.enter_context(_listening(path))
+        fork_for_all(line, calls)
 
 
-def fork_for_all(line: socket.socket) -> None:
-    import numpy as np
+def _listening(path: str) -> socket.socket:
+    """Returns where `forked_python` calls."""
+    calls = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    calls.bind(path)
+    calls.listen()
+    return calls
 
+
+def fork_for_all(line: socket.socket, calls: socket.socket | None = None) -> None:
+    """Forks for each request of a line, until its other side has gone, and for each call, whose end is its."""
     ended, ends = os.pipe()
     os.set_blocking(ends, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(ends)
+    asked: list[socket.socket] = [line, *filter(None, [calls])]
     news: dict[int, int] = {}
+    called: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([line, ended], [], [])
+        ready, _, _ = select.select([*asked, ended, *called], [], [])
         if ended in ready:
             os.read(ended, 64)
             _tell_of_ended(news)
-        if line not in ready:
-            continue
-        request, fds, _, _ = socket.recv_fds(line, MOST_BYTES, 4)
-        if not request:
-            return
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            np.random.seed()
-            for fd in (line.fileno(), ended, ends, *news.values()):
-                os.close(fd)
-            _become(json.loads(request), fds)
-        for fd in fds[:3]:
+            called = {fd: pid for fd, pid in called.items() if pid in news}
+        for fd in called.keys() & set(ready):
+            os.kill(called.pop(fd), signal.SIGKILL)
+        for one in set(asked) & set(ready):
+            request, fds = _taken(one, is_call=one is calls)
+            if not request:
+                return
+            pid = _forked(request, fds, [*(each.fileno() for each in asked), ended, ends, *news.values()])
+            news[pid] = fds[3]
+            if one is calls:
+                called[fds[3]] = pid
+
+
+def _forked(request: bytes, fds: list[int], not_its: list[int]) -> int:
+    """Forks, and tells who asked; returns the id of the new process."""
+    import numpy as np
+
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        np.random.seed()
+        for fd in not_its:
             os.close(fd)
-        news[pid] = fds[3]
-        with contextlib.suppress(OSError):
-            os.write(news[pid], b"%d" % pid)
+        _become(json.loads(request), fds)
+    for fd in fds[:3]:
+        os.close(fd)
+    with contextlib.suppress(OSError):
+        os.write(fds[3], b"%d" % pid)
+    return pid
+
+
+def _taken(asked: socket.socket, *, is_call: bool) -> tuple[bytes, list[int]]:
+    """Returns the next request, with its descriptors."""
+    if not is_call:
+        return socket.recv_fds(asked, MOST_BYTES, 4)[:2]
+    call, _ = asked.accept()
+    with call:
+        return socket.recv_fds(call, MOST_BYTES, 4)[:2]
 
 
 def _tell_of_ended(news: dict[int, int]) -> None:
@@ -109,7 +142,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
 
 def _run(words: list[str]) -> None:
-    if words[0] == "-P":
+    if words[0] in ("-P", "-u"):
         del words[0]
     option = words[0] if words[0] in ("-m", "-c") else None
     sys.argv = words if option is None else words[1:]
@@ -130,6 +163,7 @@ def _become_a_users(environment: dict[str, str]) -> None:
 
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get("FORKED_PYTHON", sys.executable)
     # Read by their imports.
     is_offline = environment.get("HF_HUB_OFFLINE") == "1"
     datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = is_offline

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+from programs import Programs
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import PRMoEForCausalLM
-from tests.recipes.conftest import RECIPES, ROOT
+from tests.recipes.conftest import RECIPES
 
 RUN = [str(Path(sys.executable).with_name("fabric")), "run", "--strategy", "expert_parallel", "--accelerator", "cpu"]
 SMALL = ["--length", "32", "--batch-size", "1", "--num-documents", "8"]
 
 
-def test_the_recipe_trains_on_two_processes_and_goes_on_with_one(text: Path, tmp_path: Path) -> None:
+def test_the_recipe_trains_on_two_processes_and_goes_on_with_one(
+    text: Path, tmp_path: Path, programs: Programs
+) -> None:
     def run(devices: int, *options: object) -> str:
-        words = [*RUN, "--devices", str(devices), str(RECIPES / "fabric_expert_parallel.py"), *SMALL]
-        done = subprocess.run(
-            [*words, "--dataset", str(text), "--output", str(tmp_path / "out"), *map(str, options)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
+        words = [*RUN, "--devices", devices, RECIPES / "fabric_expert_parallel.py", *SMALL]
+        done = programs.run(
+            [*words, "--dataset", text, "--output", tmp_path / "out", *options], cwd=tmp_path, timeout=240
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
