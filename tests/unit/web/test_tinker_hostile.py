@@ -181,6 +181,7 @@ def odd_message(session: str, draw: random.Random) -> tuple[str, bytes]:
 
 
 @pytest.mark.hours
+@pytest.mark.timeout(7200)
 def test_ten_thousand_odd_messages(
     tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
