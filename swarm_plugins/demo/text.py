@@ -61,7 +61,7 @@ def pieces_by_document(
         ConfigError: If no document is long enough.
     """
     paragraphs: dict[str, list[str]] = {}
-    for name, text in zip(rows["document"], rows["text"], strict=True):
+    for name, text in zip(rows["document"][:], rows["text"][:], strict=True):
         paragraphs.setdefault(str(name), []).append(text)
     found = []
     for texts in paragraphs.values():

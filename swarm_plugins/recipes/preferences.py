@@ -26,8 +26,10 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def eras_in_pairs(rows: Dataset) -> Dataset:
     """Puts a paragraph of an early address (chosen) next to one of a late address (rejected)."""
-    early = [row["text"] for row in rows.shuffle(seed=0) if row["label"] == "before 1850"]
-    late = [row["text"] for row in rows.shuffle(seed=1) if row["label"] == "1970 and later"]
+    early, late = (
+        [text for text, label in zip(some["text"][:], some["label"][:], strict=True) if label == era]
+        for some, era in ((rows.shuffle(seed=0), "before 1850"), (rows.shuffle(seed=1), "1970 and later"))
+    )
     count = min(len(early), len(late))
     return Dataset.from_dict({"prompt": [PROMPT] * count, "chosen": early[:count], "rejected": late[:count]})
 

@@ -25,7 +25,7 @@ _TINY = 1e-4
 
 def summaries(rows: Dataset) -> Dataset:
     """Asks for a short form of the first words of each paragraph."""
-    texts = [" ".join(row["text"].split()[:_WORDS]) for row in rows.shuffle(seed=0)]
+    texts = [" ".join(text.split()[:_WORDS]) for text in rows.shuffle(seed=0)["text"][:]]
     return Dataset.from_dict({"prompt": [f"Text: {text}\nThe text in short:" for text in texts], "text": texts})
 
 
