@@ -135,8 +135,8 @@ class BoundedCache:
         policy = self._policy
         if isinstance(policy, LayerLru) and policy.num_per_layer < picks:
             raise CapacityError(
-                f'policy="lru" with {policy.budget_bytes} bytes keeps {policy.num_per_layer} experts of each layer, '
-                f'but a token takes {picks}; raise fast_bytes, take a lower expert_bits, or policy="counting"'
+                f'policy="lru" with {policy.budget_bytes} bytes keeps {policy.num_per_layer} of the experts of each '
+                f'layer, but a token takes {picks}; raise fast_bytes, take a lower expert_bits, or policy="counting"'
             )
 
     def guess(self, layer: int, experts: Sequence[int]) -> None:
