@@ -96,6 +96,8 @@ def _commit(exchange: Exchange) -> None:
     repo, branch, store = exchange.repo, exchange.parts["rev"], exchange.hub.store
     if branch not in repo.branches:
         raise unknown_revision(branch)
+    if exchange.query.get("create_pr", ["0"]) != ["0"]:
+        raise Refusal(HTTPStatus.NOT_IMPLEMENTED, "this Hub has no pull requests: push to a branch, without create_pr")
     try:
         header, changes = _changes(store, repo, branch, exchange.content)
     except (ValueError, KeyError, TypeError, binascii.Error) as exc:

@@ -67,6 +67,14 @@ def test_a_parent_that_has_moved_is_refused(api: HfApi, tmp_path: Path) -> None:
     assert status(error) == 412
 
 
+def test_a_pull_request_is_refused_and_nothing_is_pushed(hub: LocalHub, api: HfApi) -> None:
+    files = [CommitOperationAdd("small.txt", b"text")]
+    with pytest.raises(HfHubHTTPError, match="this Hub has no pull requests: push to a branch") as error:
+        api.create_commit(REPO, files, commit_message="one", create_pr=True)
+    assert status(error) == 501
+    assert not api.file_exists(REPO, "small.txt")
+
+
 def test_files_can_be_deleted(hub: LocalHub, api: HfApi, tmp_path: Path) -> None:
     commit(api, tmp_path)
     api.create_commit(REPO, [CommitOperationDelete("small.txt")], commit_message="less")
