@@ -154,8 +154,8 @@ def test_what_is_not_known_is_refused_with_what_is(
     ("way", "settings", "message"),
     [
         pytest.param("gptq", {"bits": 3}, "codes of 3 bits, known are 2, 4, 8", id="bits"),
-        pytest.param("gptq", {"group_size": 7}, "no multiple of the group size 7", id="size"),
-        pytest.param("gptq", {"group_size": 0}, "no multiple of the group size 0", id="zero"),
+        pytest.param("gptq", {"group_size": 7}, "not a multiple of the group size 7", id="size"),
+        pytest.param("gptq", {"group_size": 0}, "not a multiple of the group size 0", id="zero"),
         pytest.param("fp8", {"weight_block_size": [0, 8]}, "which holds nothing", id="block"),
     ],
 )

@@ -93,7 +93,8 @@ def test_help_is_the_docstring_in_the_words_of_who_types() -> None:
     assert "Default, without --most: any." in shown
     assert "Default: alone. Repeatable." in shown
     assert "static: no DHT. [default: dht]" in shown
-    assert "--offload fast=SIZE,... Budgets. fast=SIZE, ram=SIZE, bits=2|3|4|8|16|nf4|2dq|3dq" in shown
+    assert "--offload fast=SIZE,... Budgets. fast=SIZE, ram=SIZE, bits=WIDTH, other-bits=WIDTH, " in shown
+    assert "WIDTH is 2, 3, 4, 8, 16, nf4, 2dq, 3dq or 4dq." in shown
     assert "--every-s" not in shown
 
 
