@@ -113,17 +113,17 @@ def _computed(model: Any, rows: Sequence[tuple[Part, Datum]]) -> list[Computed]:
     logits = _logits(model, [datum.tokens for _, datum in rows], **by_row)
     # The function that samples are scored by: its rounding over a large vocabulary has a bias of its own.
     everything = logits.float().cpu().log_softmax(dim=2)
-    # Of all rows at once: the gradient of each access is as large as all logits.
+    # Targets of all rows at once: by row, each gradient would be a tensor as large as the row's logits.
     named = [datum.inputs[TARGETS].view(len(datum.tokens), -1) for _, datum in rows]  # [N, K]
     index = torch.zeros(*everything.shape[:2], max(one.shape[1] for one in named), dtype=torch.int64)
     for row, one in zip(index, named, strict=True):
         row[: one.shape[0], : one.shape[1]] = one
     chosen = everything.gather(2, index)
     found = []
-    for row, (part, datum) in enumerate(rows):
-        length, count = named[row].shape
-        logprobs = chosen[row, :length, :count].reshape(datum.inputs[TARGETS].shape)
-        scores = Scores(logprobs, everything[row, :length])
+    for one, row, own, (part, datum) in zip(named, everything.unbind(), chosen.unbind(), rows, strict=True):
+        length, count = one.shape
+        logprobs = own[:length, :count].reshape(datum.inputs[TARGETS].shape)
+        scores = Scores(logprobs, row[:length])
         losses = LOSSES[part.call.name].compute(scores, datum.inputs, part.call.settings)
         found.append(Computed(logprobs, losses))
     return found

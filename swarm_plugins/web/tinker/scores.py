@@ -88,8 +88,9 @@ class Scores:
         while queue:
             async with self._turns.turn(tenant):
                 together = _taken(queue)
-                scored = functools.partial(self._scored, adapter, [one.generation for one in together])
-                await compute_for([one.done for one in together], self._threads, scored)
+                if together:
+                    scored = functools.partial(self._scored, adapter, [one.generation for one in together])
+                    await compute_for([one.done for one in together], self._threads, scored)
         del self._queues[key]
 
     def _scored(self, adapter: str | None, generations: Sequence[Generation]) -> list[Drawn]:

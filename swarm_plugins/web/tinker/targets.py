@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.losses import TARGETS
 from swarm_plugins.web.engine.models import is_prompt_learning
@@ -53,6 +53,9 @@ def target_logprobs(model: Any, datum: Datum) -> Tensor:
 
     The distributions of a bounded number of positions are in memory at once. Virtual tokens of soft prompts come before
     the text, which is then read whole.
+
+    Raises:
+        NumericError: If one is NaN or infinite.
     """
     ids, targets = datum.tokens[None].to(model.device), datum.inputs[TARGETS]
     cache = None if is_prompt_learning(model) else new_cache(model)
@@ -62,7 +65,10 @@ def target_logprobs(model: Any, datum: Datum) -> Tensor:
         part = ids[:, start : start + length]
         logits = model(input_ids=part, past_key_values=cache, use_cache=cache is not None).logits[0, -part.shape[1] :]
         found.append(logits.float().log_softmax(-1).cpu().gather(1, targets[start : start + length]))
-    return torch.cat(found)
+    logprobs = torch.cat(found)
+    if not bool(logprobs.isfinite().all()):
+        raise NumericError("log probabilities are NaN or infinite: sample with an earlier checkpoint")
+    return logprobs
 
 
 def target_message(logprobs: Tensor, body: TensorBody) -> Any:

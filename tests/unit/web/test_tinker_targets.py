@@ -10,6 +10,7 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from swarm_plugins.errors import NumericError
 from swarm_plugins.tuning.datums import Datum
 from swarm_plugins.web.tinker.targets import target_logprobs
 
@@ -42,3 +43,10 @@ def test_a_prompt_after_virtual_tokens_is_scored_whole(model: Any, monkeypatch: 
     config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     soft = get_peft_model(model, config).eval()
     torch.testing.assert_close(target_logprobs(soft, TEXT), wanted(soft), rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_that_are_not_finite_are_an_error(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    with pytest.raises(NumericError, match="log probabilities are NaN or infinite: sample with an earlier checkpoint"):
+        target_logprobs(model, TEXT)
