@@ -22,6 +22,7 @@ from swarm_plugins.local_swarm import LocalSwarm
 
 _PROGRAM = ROOT / "examples" / "train_by_calls.py"
 _KEY = "tml-benchmark"
+_LONGEST_S = 6 * 3600
 _WINDOW = 5
 """Steps whose mean is drawn: the reward of a step is of some dozens of answers."""
 
@@ -33,7 +34,7 @@ def bench_curves(
 
     Raises:
         ConfigError: If the directory has no model.
-        SwarmError: If the API does not start, or the example fails.
+        SwarmError: If the API does not start, or the example fails or does not end.
     """
     name = check_directory(directory).resolve().name
     progress.add_task("training", total=None)
@@ -47,7 +48,12 @@ def bench_curves(
         with served(directory, *words, threads=1) as (_, url):
             command = [sys.executable, str(_PROGRAM), name, "--json", str(curves), *options]
             environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": _KEY, "TINKER_TELEMETRY": "0"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, check=False, timeout=_LONGEST_S
+                )
+            except subprocess.TimeoutExpired as exc:
+                raise SwarmError(f"{_PROGRAM} has not ended after {_LONGEST_S} s: give it fewer --steps") from exc
         if done.returncode:
             raise SwarmError(f"{_PROGRAM} has failed:\n{done.stderr[-2000:]}")
         figures = json.loads(curves.read_text())

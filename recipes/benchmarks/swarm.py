@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from recipes.benchmarks.figures import Figure
 from recipes.benchmarks.measure import Arm, take_turns
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.local_swarm import LocalSwarm
 
 
 def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConfig | None = None) -> PreTrainedModel:
@@ -26,6 +29,21 @@ def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConf
 def model_on(directory: Path, connection: SwarmConnection, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Loads the client's share of the model, whose blocks run on the servers of a connection."""
     return frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=dtype))
+
+
+def served_model(
+    stack: ExitStack, directory: Path, *, dtype: str, **options: Any
+) -> tuple[PreTrainedModel, tuple[int, ...]]:
+    """Serves a model by one process with one thread until a stack closes; both sides compute in a type.
+
+    Returns:
+        The client's share of the model, and the ids of all processes.
+    """
+    swarm = stack.enter_context(LocalSwarm(directory, num_servers=1, threads=1, dtype=dtype, **options))
+    connection = connect(swarm.initial_peers, SwarmConfig())
+    stack.callback(connection.close)
+    pids = (os.getpid(), *(server.pid for server in swarm.servers))
+    return model_on(directory, connection, getattr(torch, dtype)), pids
 
 
 def serving(width: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ tokens a second through a server process for each width.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,13 +20,11 @@ from transformers import PreTrainedModel
 from recipes.benchmarks.arms import check_directory, decode
 from recipes.benchmarks.measure import Arm, take_turns
 from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, plus_minus, verdict
-from recipes.benchmarks.swarm import model_on
+from recipes.benchmarks.swarm import model_on, served_model
 from recipes.benchmarks.texts import text_pieces
 from recipes.study.drawing import INK, MARK, MUTED, WARM, tidy
 from recipes.study.intervals import t_interval
-from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.demo.evaluation import losses_of
-from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.talk.turns import load_tokenizer
 from swarm_plugins.testing.in_process import InProcessSwarm
 
@@ -118,12 +115,7 @@ def _speed(
     with ExitStack() as stack:
         models: dict[str, tuple[PreTrainedModel, tuple[int, ...]]] = {}
         for width, quantization in QUANTIZATION.items():
-            options: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
-            swarm = stack.enter_context(LocalSwarm(directory, num_servers=1, threads=1, **options))
-            pids = (os.getpid(), *(server.pid for server in swarm.servers))
-            connection = connect(swarm.initial_peers, SwarmConfig())
-            stack.callback(connection.close)
-            models[width] = model_on(directory, connection, torch.bfloat16), pids
+            models[width] = served_model(stack, directory, dtype="bfloat16", quantization=quantization)
         for batch in batches:
             prompts = _prompts(models[WIDE][0].config.vocab_size, batch, prefix_tokens, rounds)
             arms = {width: Arm(_decoding(model, prompts, new_tokens), pids) for width, (model, pids) in models.items()}

@@ -18,13 +18,11 @@ from recipes.benchmarks.arms import local_model, prompt_tokens
 from recipes.benchmarks.gguf_files import write_model
 from recipes.benchmarks.llama_cpp import LlamaCpp, check_llama_cpp, has_llama_cpp
 from recipes.benchmarks.measure import Arm, take_turns
-from recipes.benchmarks.swarm import model_on, serving
+from recipes.benchmarks.swarm import served_model, serving
 from recipes.benchmarks.train import batch_of_texts, prompt_gradient, timed_run
 from recipes.benchmarks.widths.report import PAIRS, WidthsReport
 from recipes.benchmarks.widths.sides import LlamaCppSide, ModelSide
-from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.errors import ConfigError, SwarmError
-from swarm_plugins.local_swarm import LocalSwarm
 
 _BATCH = 8
 """Rows of a training step."""
@@ -103,11 +101,8 @@ def bench_widths(
 def _served(
     stack: ExitStack, directory: Path, width: str, chosen: dict[str, Any], prompts: Sequence[Tensor], new_tokens: int
 ) -> ModelSide:
-    swarm = stack.enter_context(LocalSwarm(directory, num_servers=1, threads=1, **chosen))
-    connection = connect(swarm.initial_peers, SwarmConfig())
-    stack.callback(connection.close)
-    model = model_on(directory, connection, getattr(torch, chosen["dtype"]))
-    return ModelSide(width, (os.getpid(), *(server.pid for server in swarm.servers)), model, prompts, new_tokens)
+    model, pids = served_model(stack, directory, **chosen)
+    return ModelSide(width, pids, model, prompts, new_tokens)
 
 
 def _made(directory: Path, folder: Path, widths: Sequence[str]) -> dict[str, Path]:
