@@ -57,7 +57,7 @@ class Study:
         """Trains every run that has not finished.
 
         Raises:
-            ConfigError: If there is no seed, or the device or an arm does not exist.
+            ConfigError: If no seed is given, or the device or an arm is unknown.
         """
         if not self.seeds:
             raise ConfigError("a study needs at least 1 seed, and 3 to show anything")

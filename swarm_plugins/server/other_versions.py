@@ -99,7 +99,7 @@ class OtherVersions:
         if Path(name).expanduser().is_dir():
             return Checkpoint.open(name)
         if name.startswith(("/", ".", "~")):  # no branch, nor a repository
-            raise ConfigError(f"also_versions names {name!r}, but there is no such directory: give another version")
+            raise ConfigError(f"also_versions names {name!r}, a directory that does not exist: give another version")
         if sign:
             return Checkpoint.open(repo, revision=revision)
         if self._version.is_local:

@@ -64,7 +64,7 @@ class EndingTogether:
     """A stream of batches; before each one the ranks agree that all have one.
 
     Args:
-        loader: The stream. Its attributes are those of this object too, as of Fabric's loaders.
+        loader: The stream. This object has its attributes too, as loaders of Fabric do.
         strategy: Decides for all ranks, by ``reduce_boolean_decision``.
     """
 

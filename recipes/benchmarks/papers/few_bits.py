@@ -50,7 +50,7 @@ def bench_few_bits(
 
     Args:
         directory: A mixture of experts.
-        few: Each is taken for experts alone, and for attention alone; those of `FEW` also as `ASKED` has them.
+        few: Widths to try for experts alone and for attention alone; those in `FEW` also in the pairs of `ASKED`.
         num_pieces: Most pieces of each text.
         length: Tokens of a piece.
         per_document: Most questions of a document.

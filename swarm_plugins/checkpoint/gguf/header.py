@@ -240,8 +240,8 @@ class _Entry(NamedTuple):
         block, block_bytes = BLOCK_SIZES[kind]
         if not all(0 < one < _MAX_SIZE for one in self.sizes) or self.sizes[0] % block:
             raise CheckpointError(
-                f"{what} has the shape {list(self.sizes)}, rows are not whole blocks of {block} weights ({kind}): "
-                "the header is corrupt, fetch the file again"
+                f"{what} has the shape {list(self.sizes)}, whose rows are not whole blocks of {block} weights "
+                f"({kind}): the header is corrupt, fetch the file again"
             )
         num_bytes = math.prod(self.sizes) // block * block_bytes
         begin = start + self.offset

@@ -66,7 +66,7 @@ class GroupedFormat(QuantizingFormat):
 
     @property
     def grid_parts(self) -> tuple[Part, ...]:
-        """The parts beside the codes."""
+        """All parts except the codes."""
         return (Part("scales", torch.bfloat16, self.grids_shape),)
 
     @property

@@ -86,5 +86,5 @@ def test_what_is_not_there_is_told(versions: list[Path], hub: LocalHub) -> None:
         others(other_versions.Checkpoint.open(NAME), "v9").check()
     with pytest.raises(ConfigError, match=r"a directory, which has no revisions: give another directory, or REPO@REV"):
         others(Checkpoint.open(versions[0]), "v9").check()
-    with pytest.raises(ConfigError, match=r"also_versions names '/no/dir', but there is no such directory"):
+    with pytest.raises(ConfigError, match=r"also_versions names '/no/dir', a directory that does not exist"):
         others(other_versions.Checkpoint.open(NAME), "/no/dir").check()
