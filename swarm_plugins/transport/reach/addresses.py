@@ -74,7 +74,9 @@ def _parts(address: str) -> list[tuple[str, str]]:
         if not parts:
             raise ValueError("it is empty")
     except (ValueError, TypeError, AttributeError) as exc:
-        raise ConfigError(f"{address!r} is not a libp2p address ({exc}): expected /ip4/1.2.3.4/tcp/31337") from exc
+        raise ConfigError(
+            f"{address!r} is not a libp2p address ({exc}): expected /ip4/1.2.3.4/tcp/31337, for a peer with /p2p/ID"
+        ) from exc
     return parts
 
 
