@@ -85,17 +85,19 @@ class Programs:
         python = self._folder / "python"
         python.write_text(f"#!{sys.executable} -ISE\n{Path(__file__).with_name('forked_python.py').read_text()}")
         python.chmod(0o700)
+        self.line = self._folder / "line"
+        """Where programs that these start call."""
         self._environment = self._given({})
         # For what these programs start in turn, such as ranks.
         self._python = {
             "FORKED_PYTHON": str(python),
             "FORKED_PYTHON_IS": sys.executable,
-            "FORKED_PYTHON_LINE": str(self._folder / "line"),
+            "FORKED_PYTHON_LINE": str(self.line),
             "PYTHON_EXEC": str(python),  # torchrun's name
         }
-        self._warm = WarmServers(self._environment | self._python, (), MODULES)
+        self.warm = WarmServers(self._environment | self._python, (), MODULES)
         if sys.platform.startswith("linux"):
-            self._warm.open()
+            self.warm.open()
 
     def run(
         self,
@@ -123,7 +125,7 @@ class Programs:
             )
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
             files = [one.fileno() for one in (nothing, out, errors)]
-            process = Forked(self._warm.open(), _request(words, cwd, given | self._python), files)
+            process = Forked(self.warm.open(), _request(words, cwd, given | self._python), files)
             try:
                 status = process.wait(timeout)
             finally:
@@ -153,7 +155,7 @@ class Programs:
         words, given = _words(command), self._given(environment or {})
         if self._forks(given):
             request = _request(words, cwd, given | self._python) | {"swarms": swarms}
-            return Program(self._warm.open(), request, None if errors is None else errors.fileno())
+            return Program(self.warm.open(), request, None if errors is None else errors.fileno())
         return subprocess.Popen(
             words,
             cwd=cwd,
@@ -167,7 +169,7 @@ class Programs:
 
     def close(self) -> None:
         """Ends the process they are forked from."""
-        self._warm.close()
+        self.warm.close()
         shutil.rmtree(self._folder)
 
     def _given(self, changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -175,7 +177,7 @@ class Programs:
         return {name: value for name, value in given.items() if value is not None}
 
     def _forks(self, given: Mapping[str, str]) -> bool:
-        return self._warm.pid is not None and all(
+        return self.warm.pid is not None and all(
             given.get(name) == self._environment.get(name) for name in _READ_BY_IMPORTS
         )
 

@@ -41,6 +41,7 @@ def main() -> None:
 def _listening(path: str) -> socket.socket:
     """Returns where `forked_python` calls."""
     calls = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    Path(path).unlink(missing_ok=True)  # of an earlier process
     calls.bind(path)
     calls.listen()
     return calls
@@ -65,8 +66,12 @@ def fork_for_all(line: socket.socket, calls: socket.socket | None = None) -> Non
             os.kill(called.pop(fd), signal.SIGKILL)
         for one in set(asked) & set(ready):
             request, fds = _taken(one, is_call=one is calls)
-            if not request:
+            if not request and one is line:
                 return
+            if len(fds) < 4:  # who called has ended amid the call
+                for fd in fds:
+                    os.close(fd)
+                continue
             pid = _forked(request, fds, [*(each.fileno() for each in asked), ended, ends, *news.values()])
             news[pid] = fds[3]
             if one is calls:
@@ -97,14 +102,17 @@ def _taken(asked: socket.socket, *, is_call: bool) -> tuple[bytes, list[int]]:
     if not is_call:
         return socket.recv_fds(asked, MOST_BYTES, 4)[:2]
     call, _ = asked.accept()
-    with call:
+    with call, contextlib.suppress(OSError):
         return socket.recv_fds(call, MOST_BYTES, 4)[:2]
+    return b"", []
 
 
 def _tell_of_ended(news: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = found
+            if pid not in news:  # an import has started it
+                continue
             with contextlib.suppress(OSError):
                 os.write(news[pid], b"%d" % os.waitstatus_to_exitcode(status))
             os.close(news.pop(pid))

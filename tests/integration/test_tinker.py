@@ -112,7 +112,7 @@ def _cpu_s(server: LocalServer) -> float:
 
 
 @pytest.mark.slow
-def test_a_server_killed_inside_a_call_changes_nothing(tmp_path: Path) -> None:
+def test_a_server_killed_inside_a_call_changes_nothing(tmp_path: Path, programs: Programs) -> None:
     base = tmp_path / "base"
     LlamaForCausalLM(LlamaConfig(vocab_size=128, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
         num_attention_heads=8)).save_pretrained(base)  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_server_killed_inside_a_call_changes_nothing(tmp_path: Path) -> None:
     options = ("--train", "--state-dir", str(tmp_path / "state"), "--api-key", KEY, "--name", "Org/Tiny")
     with LocalSwarm(base, spans=[(0, 2), (2, 4), (2, 4)], dtype="float32") as swarm:
         place = (str(base), "--initial-peers", swarm.initial_peers[0])
-        with api(*place, *options, home=tmp_path) as url, client_at(url, KEY) as client:
+        with api(programs, *place, *options, home=tmp_path) as url, client_at(url, KEY) as client:
             killer = Killer(swarm.servers[1:])
             struck, alone = (
                 client.create_lora_training_client(base_model="Org/Tiny", rank=4, seed=1).result() for _ in range(2)
