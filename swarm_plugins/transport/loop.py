@@ -54,6 +54,9 @@ class LoopThread:
             if tasks:
                 # They close streams on their way out; threads waiting for them are released then.
                 loop.run_until_complete(asyncio.wait(tasks, timeout=_LEAVE_S))
+            # hivemind's cancelled calls leave their connections to the garbage collector.
+            for transport in list(getattr(loop, "_transports", {}).values()):
+                transport.abort()
             loop.run_until_complete(loop.shutdown_asyncgens())
             with self._lock:
                 # Tasks that take longer, and what was submitted meanwhile.

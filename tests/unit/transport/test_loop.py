@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import traceback
 from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +92,21 @@ async def test_a_loop_is_closed_from_another_one() -> None:
     await inner.aclose()
     await inner.aclose()
     assert "inner" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_no_connection_is_left_to_the_garbage_collector(tmp_path: Path) -> None:
+    loop = LoopThread()
+    loop.start()
+
+    async def connect() -> socket.socket:
+        streams: list[Any] = [*await asyncio.open_unix_connection(tmp_path / "here")]
+        streams.append(streams)  # a cycle, as of an exception and its frames
+        found: socket.socket = streams[1].get_extra_info("socket")._sock
+        return found
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "here"))
+        server.listen()
+        connected = loop.run(connect())
+        loop.close()
+        assert connected.fileno() == -1
