@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -213,16 +213,37 @@ def _tables(figures: Figures) -> list[Rows]:
 
 
 def _verdicts(figures: Figures) -> list[str]:
+    carried, pushed = (
+        {(one["network"], one["servers"]): one for one in figures["rows"] if one["way"] == way} for way in WAYS
+    )
     found = []
-    for one in figures["rows"]:
-        if one["way"] != next(iter(WAYS)):
-            continue
-        # Rounds are pairs: their prompts are the same.
-        alone = next(iter(one["steps"].values()))
-        kept = t_interval([each / before - 0.8 for before, each in zip(alone, one["together"], strict=True)])
-        claim = f"several clients at once are at most 20 % slower each, {one['network']}, {one['servers']} servers"
-        found.append(verdict(claim, kept, digits=2))
+    for (network, servers), one in carried.items():
+        place = f"{network}, {servers} servers"
+        short, *longer = one["steps"].values()
+        claim = "a longer context costs at most 10 % of the steps"
+        found.extend(_kept(claim, place, short, long, 0.9) for long in longer)
+        slower = carried.get(("100mbit-5ms", servers))
+        if network == "1gbit-5ms" and slower is not None:
+            found.append(
+                _kept("a tenth of the rate costs at most 10 % of the steps", place, short, _first(slower), 0.9)
+            )
+        claim = "servers that push states make more steps than the client"
+        found.append(_kept(claim, place, short, _first(pushed[network, servers]), 1))
+        claim = "several clients at once are at most 20 % slower each"
+        found.append(_kept(claim, place, short, one["together"], 0.8))
     return found
+
+
+def _first(row: Mapping[str, Any]) -> Sequence[float]:
+    """Returns the steps at the shortest context."""
+    steps: Sequence[float] = next(iter(row["steps"].values()))
+    return steps
+
+
+def _kept(claim: str, place: str, before: Sequence[float], after: Sequence[float], least: float) -> str:
+    """Says whether ``after`` is more than ``least`` times ``before``. Rounds are pairs: their prompts are the same."""
+    shares = [two / one - least for one, two in zip(before, after, strict=True)]
+    return verdict(f"{claim}, {place}", t_interval(shares), unit=f" above {least:g}", digits=2)
 
 
 def _draw(figures: Figures, figure: Any) -> None:
