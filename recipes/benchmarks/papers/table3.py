@@ -216,7 +216,7 @@ def _verdicts(figures: Figures) -> list[str]:
     carried, pushed = (
         {(one["network"], one["servers"]): one for one in figures["rows"] if one["way"] == way} for way in WAYS
     )
-    found = []
+    found = list[str]()
     for (network, servers), one in carried.items():
         place = f"{network}, {servers} servers"
         short, *longer = one["steps"].values()
