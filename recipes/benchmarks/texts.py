@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from recipes.study.corpus import gather, is_held_out
-from swarm_plugins.demo.text import demo_documents, demo_pieces, pieces_by_document, pieces_of
+from swarm_plugins.demo.text import demo_pieces, pieces_by_document, pieces_of
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.rows import load_rows
 
@@ -72,11 +72,11 @@ def library_pieces(tokenizer: Any, num_pieces: int, length: int) -> tuple[Tensor
         ConfigError: If no module is long enough.
         MissingExtraError: If the addresses, which the study's text has as well, are not installed.
     """
-    return pieces_of(tokenizer, _modules(), length, per_document=1)[:num_pieces], "Python modules"
+    return pieces_of(tokenizer, _held_out("python/"), length, per_document=1)[:num_pieces], "Python modules"
 
 
 def document_pieces(tokenizer: Any, text: str, length: int, per_document: int) -> list[Tensor]:
-    """Returns pieces of each held-out document, ``[pieces, length]``, most ``per_document``.
+    """Returns pieces of each document that the study holds out, ``[pieces, length]``, most ``per_document``.
 
     Args:
         tokenizer: The model's.
@@ -88,14 +88,14 @@ def document_pieces(tokenizer: Any, text: str, length: int, per_document: int) -
         ConfigError: If no document is long enough.
         MissingExtraError: If the addresses are not installed.
     """
-    rows = _modules() if text == "python" else demo_documents()[1]
-    return pieces_by_document(tokenizer, rows, length, per_document=per_document)
+    prefix = "python/" if text == "python" else "sotu/"
+    return pieces_by_document(tokenizer, _held_out(prefix), length, per_document=per_document)
 
 
-def _modules() -> Dataset:
-    """Returns the modules of Python's standard library that the study holds out."""
-    modules = {name: text for name, text in gather().items() if name.startswith("python/") and is_held_out(name)}
-    return Dataset.from_dict({"document": list(modules), "text": list(modules.values())})
+def _held_out(prefix: str) -> Dataset:
+    """Returns the files that the study holds out, addresses or modules of Python's standard library."""
+    files = {name: text for name, text in gather().items() if name.startswith(prefix) and is_held_out(name)}
+    return Dataset.from_dict({"document": list(files), "text": list(files.values())})
 
 
 def _content(path: Path, num_tokens: int) -> str:

@@ -92,7 +92,7 @@ def load_corpus(folder: Path, vocab_size: int) -> Corpus:
     if vocab_size < _FEWEST_TOKENS:
         raise ConfigError(f"vocab_size must be at least {_FEWEST_TOKENS} (256 bytes and one more), got {vocab_size}")
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"bpe-{vocab_size}.json"
+    file = bpe_file(folder, vocab_size)
     with FileLock(folder / ".lock"):
         if not file.exists():
             _make(folder, file, vocab_size)
@@ -104,6 +104,11 @@ def load_corpus(folder: Path, vocab_size: int) -> Corpus:
     train, held_out = (torch.from_numpy(arrays[split].astype(numpy.int32)) for split in ("train", "held_out"))
     token_texts = [tokenizer.id_to_token(token) or "" for token in range(tokenizer.get_vocab_size())]
     return Corpus(train, held_out, token_texts, facts)
+
+
+def bpe_file(folder: Path, vocab_size: int) -> Path:
+    """Returns the file of the tokenizer that `load_corpus` makes in a folder."""
+    return folder / f"bpe-{vocab_size}.json"
 
 
 def gather() -> dict[str, str]:

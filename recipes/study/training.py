@@ -54,10 +54,14 @@ class Place:
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
+    def model_folder(self, run: Run) -> Path:
+        """Returns the checkpoint of a finished run."""
+        return self.of(run) / _MODEL
+
     def model(self, run: Run) -> PRMoEForCausalLM:
         """Loads the model of a finished run, in evaluation mode."""
         with quiet_transformers():
-            model = PRMoEForCausalLM.from_pretrained(self.of(run) / _MODEL)
+            model = PRMoEForCausalLM.from_pretrained(self.model_folder(run))
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
         model.train(False)
         return on_device(model, self.device)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Plot = Annotated[Path | None, typer.Option(help="Also draw the figures to this file, an SVG.", dir_okay=False)]
 Models = Annotated[list[Path], typer.Option(help="Directory of a model; repeatable.", exists=True, file_okay=False)]
+PRMoE = Annotated[
+    Path | None, typer.Option(help="Folder for a small PR-MoE that is trained first, in minutes.", file_okay=False)
+]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -80,7 +83,8 @@ def eight_bits(
 
 
 def few_bits(
-    model: ModelFolder,
+    model: Models,
+    prmoe: PRMoE = None,
     bits: Annotated[
         list[str] | None, typer.Option(help="Width; repeatable. Default: 4 and the paper's 4dq, 3dq and 2dq.")
     ] = None,
@@ -100,7 +104,14 @@ def few_bits(
         check_plot(plot)
         few = [parse_width("--bits", one) for one in bits or map(str, FEW)]
         return bench_few_bits(
-            model, few=few, num_pieces=pieces, length=length, per_document=questions, plot=plot, progress=progress
+            model,
+            prmoe=prmoe,
+            few=few,
+            num_pieces=pieces,
+            length=length,
+            per_document=questions,
+            plot=plot,
+            progress=progress,
         )
 
     measure("few-bits", run, json)
@@ -108,9 +119,7 @@ def few_bits(
 
 def reuse(
     model: Models,
-    prmoe: Annotated[
-        Path | None, typer.Option(help="Folder for a small PR-MoE that is trained first, in minutes.", file_okay=False)
-    ] = None,
+    prmoe: PRMoE = None,
     pieces: Annotated[int, typer.Option(help="Most pieces of each text.", min=2, max=1000)] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a piece.", min=64, max=100_000)] = 256,
     plot: Plot = None,

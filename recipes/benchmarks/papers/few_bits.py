@@ -18,11 +18,13 @@ from transformers import PreTrainedModel
 
 from recipes.benchmarks.papers.questions import CHANCE, ask, share_right
 from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
+from recipes.benchmarks.papers.traces import prmoe_checkpoint
 from recipes.benchmarks.quality import Widths, with_each
-from recipes.benchmarks.texts import document_pieces, text_pieces
+from recipes.benchmarks.texts import document_pieces
 from recipes.study.drawing import INK, MARK, MUTED, WARM, tidy
 from recipes.study.intervals import t_interval
 from swarm_plugins.demo.evaluation import losses_of
+from swarm_plugins.sizes import format_bytes
 from swarm_plugins.talk.turns import load_tokenizer
 from swarm_plugins.weights.widths import Width, width_text
 
@@ -37,8 +39,9 @@ ASKED = (WIDE, Widths(4, 4), Widths("4dq", "4dq"), Widths("4dq", "3dq"), Widths(
 
 
 def bench_few_bits(
-    directory: Path,
+    directories: Sequence[Path],
     *,
+    prmoe: Path | None = None,
     few: Sequence[Width] = FEW,
     num_pieces: int,
     length: int,
@@ -49,7 +52,8 @@ def bench_few_bits(
     """Predicts two texts, and chooses endings, with experts or attention or both in few bits.
 
     Args:
-        directory: A mixture of experts.
+        directories: Mixtures of experts.
+        prmoe: Folder in which a small PR-MoE is trained, or was; None: without.
         few: Widths to try for experts alone and for attention alone; those in `FEW` also in the pairs of `ASKED`.
         num_pieces: Most pieces of each text.
         length: Tokens of a piece.
@@ -58,12 +62,31 @@ def bench_few_bits(
         progress: Shows how far it is.
 
     Raises:
-        ConfigError: If the model, its tokenizer or a text is missing.
+        ConfigError: If a model, its tokenizer or a text is missing.
         MissingExtraError: If the texts are not installed.
     """
     torch.set_num_threads(1)
+    models: dict[str, Any] = {}
+    for directory in directories:
+        models[directory.resolve().name] = _measured(directory, few, num_pieces, length, per_document, progress)
+    if prmoe is not None:
+        directory = prmoe_checkpoint(prmoe)
+        models["PR-MoE"] = _measured(directory, few, num_pieces, length, per_document, progress)
+    figures = {"length": length, "models": models}
+    report = ShownReport(command="benchmark few-bits", model=", ".join(models), shown=FEW_BITS, figures=figures)
+    for name, one in models.items():
+        asked_of = " and ".join(f"{count} of {text}" for text, count in one["questions"].items())
+        report.notes.append(f"questions for {name}: {asked_of}, {START} tokens with four endings of {ENDING}")
+    report.notes.append("intervals over pieces of different documents, and over documents; without calibration data")
+    return finished(report, plot)
+
+
+def _measured(
+    directory: Path, few: Sequence[Width], num_pieces: int, length: int, per_document: int, progress: Progress
+) -> dict[str, Any]:
+    """Returns the losses and the shares of right answers of one model."""
     tokenizer = load_tokenizer(str(directory), None)
-    pieces = {text: text_pieces(tokenizer, text, num_pieces, length)[0] for text in TEXTS}
+    pieces = {text: torch.cat(document_pieces(tokenizer, text, length, 1))[:num_pieces] for text in TEXTS}
     questions = {text: ask(document_pieces(tokenizer, text, START + ENDING, per_document), ENDING) for text in TEXTS}
     asked = [one for one in ASKED if one == WIDE or one.experts in few]
     pairs = list(dict.fromkeys([*asked, *(pair for one in few for pair in (Widths(16, one), Widths(one, 16)))]))
@@ -84,21 +107,12 @@ def bench_few_bits(
 
     with tempfile.TemporaryDirectory(prefix="swarm-few-bits-") as work:
         with_each(str(directory), Path(work), pairs, use)
-    counts = {text: sum(map(len, questions[text])) for text in TEXTS}
-    figures = {
-        "length": length,
+    return {
         "few": list(few),
         "asked": [_name(one) for one in asked],
-        "questions": counts,
+        "questions": {text: sum(map(len, questions[text])) for text in TEXTS},
         "arms": {_name(one): arms[_name(one)] for one in pairs},
     }
-    report = ShownReport(command="benchmark few-bits", model=directory.resolve().name, shown=FEW_BITS, figures=figures)
-    asked_of = " and ".join(f"{count} of {text}" for text, count in counts.items())
-    report.notes.append(
-        f"questions: {asked_of}, {START} tokens with four endings of {ENDING}; intervals over documents"
-    )
-    report.notes.append("losses: intervals over pieces of different documents; without calibration data")
-    return finished(report, plot)
 
 
 def _name(widths: Widths) -> str:
@@ -118,7 +132,11 @@ def _changes(figures: Figures, name: str, text: str) -> list[float]:
 
 
 def _tables(figures: Figures) -> list[Rows]:
-    heads = ["attention", "experts", "size"]
+    return [_table(model, one) for model, one in figures["models"].items()]
+
+
+def _table(model: str, figures: Figures) -> Rows:
+    heads = [f"{model}: attention", "experts", "size"]
     for text in TEXTS:
         heads += [f"change of the loss, {text}", f"right answers, {text}"]
     rows = []
@@ -129,15 +147,19 @@ def _tables(figures: Figures) -> list[Rows]:
             cells.append("" if is_wide else plus_minus(_changes(figures, name, text), sign="+"))
             right = one["right"].get(text)
             cells.append("" if right is None else f"{plus_minus([100 * each for each in right], digits=1)} %")
-        rows.append((*_told(name), f"{one['bytes'] / 1e9:.3f} GB", *cells))
-    return [Rows(heads, rows)]
+        rows.append((*_told(name), format_bytes(one["bytes"]), *cells))
+    return Rows(heads, rows)
 
 
 def _verdicts(figures: Figures) -> list[str]:
-    return [*_of_experts(figures), *_of_answers(figures)]
+    return [
+        sentence
+        for model, one in figures["models"].items()
+        for sentence in (*_of_experts(one, model), *_of_answers(one, model))
+    ]
 
 
-def _of_experts(figures: Figures) -> list[str]:
+def _of_experts(figures: Figures, model: str) -> list[str]:
     """Returns whether experts bear few bits better than attention does: by what it costs, and by what it saves."""
     arms, wide = figures["arms"], figures["asked"][0]
     found = []
@@ -146,15 +168,15 @@ def _of_experts(figures: Figures) -> list[str]:
         saved = [(arms[wide]["bytes"] - arms[name]["bytes"]) / 1e9 for name in names]
         for text in TEXTS:
             experts, attention = (_changes(figures, name, text) for name in names)
-            claim = f"{_width(width)} cost experts less than attention, {text}"
+            claim = f"{_width(width)} cost experts less than attention, {text}, {model}"
             found.append(verdict(claim, paired(experts, attention), unit=" nats"))
             each = [[one / size for one in changes] for changes, size in zip((experts, attention), saved, strict=True)]
-            claim = f"for each GB that they save, {_width(width)} cost experts less than attention, {text}"
+            claim = f"for each GB that they save, {_width(width)} cost experts less than attention, {text}, {model}"
             found.append(verdict(claim, paired(*each), unit=" nats/GB", digits=2))
     return found
 
 
-def _of_answers(figures: Figures) -> list[str]:
+def _of_answers(figures: Figures, model: str) -> list[str]:
     """Returns whether few bits cost right answers, and whether they leave more than chance; over all documents."""
     right = {
         name: [100 * one for text in TEXTS for one in figures["arms"][name]["right"][text]] for name in figures["asked"]
@@ -164,9 +186,11 @@ def _of_answers(figures: Figures) -> list[str]:
     for name in others:
         attention, experts = _told(name)
         told = f"attention in {attention} and experts in {experts}"
-        found.append(verdict(f"{told} cost right answers", paired(right[name], right[wide]), unit=" points", digits=1))
+        claim = f"{told} cost right answers, {model}"
+        found.append(verdict(claim, paired(right[name], right[wide]), unit=" points", digits=1))
         above = t_interval([one - 100 * CHANCE for one in right[name]])
-        found.append(verdict(f"{told} still choose better than by chance", above, unit=" points", digits=1))
+        claim = f"{told} still choose better than by chance, {model}"
+        found.append(verdict(claim, above, unit=" points", digits=1))
     return found
 
 
@@ -175,7 +199,18 @@ def _width(width: Width) -> str:
 
 
 def _draw(figures: Figures, figure: Any) -> None:
-    left, right = figure.subplots(1, 2)
+    rows = figure.subplots(len(figures["models"]), 2, squeeze=False)
+    for (model, one), axes in zip(figures["models"].items(), rows, strict=True):
+        _draw_model(one, *axes)
+        axes[0].set_ylabel(model, fontsize=9)
+    rows[0][0].set_title("change of the loss, nats a token", fontsize=9)
+    rows[0][1].set_title("right answers, %: attention / experts", fontsize=9)
+    for axes in rows.flat:
+        tidy(axes)
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_model(figures: Figures, left: Any, right: Any) -> None:
     for text, shift in zip(TEXTS, (-0.15, 0.15), strict=True):
         for color, form, label in ((MARK, "16/{}", "experts"), (WARM, "{}/16", "attention")):
             marker = "o" if text == TEXTS[0] else "s"
@@ -188,15 +223,9 @@ def _draw(figures: Figures, figure: Any) -> None:
         _draw_right(figures, text, shift, right)
     left.set_xticks(range(len(figures["few"])), [_width(one) for one in figures["few"]])
     left.set_yscale("log")
-    left.set_title("change of the loss, nats a token", fontsize=9)
-    left.legend(frameon=False, fontsize=8)
     names = [f"{attention} /\n{experts}" for attention, experts in map(_told, figures["asked"])]
     right.set_xticks(range(len(names)), names, fontsize=8)
     right.axhline(100 * CHANCE, color=MUTED, linewidth=0.8, label="chance")
-    right.set_title("right answers, %: attention / experts", fontsize=9)
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        tidy(axes)
 
 
 def _draw_right(figures: Mapping[str, Any], text: str, shift: float, axes: Any) -> None:
@@ -207,4 +236,4 @@ def _draw_right(figures: Mapping[str, Any], text: str, shift: float, axes: Any) 
         axes.plot(place + shift, interval.mean, marker, color=color, markersize=4, label=text if place == 0 else None)
 
 
-FEW_BITS = Shown(name="few-bits", page="results.md", tables=_tables, verdicts=_verdicts, draw=_draw, size=(8.5, 3.6))
+FEW_BITS = Shown(name="few-bits", page="results.md", tables=_tables, verdicts=_verdicts, draw=_draw, size=(8.5, 6.4))

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
-from recipes.study.corpus import Corpus, load_corpus
+from recipes.study.corpus import Corpus, bpe_file, load_corpus
 from recipes.study.settings import Run, Shape, Training
 from recipes.study.training import Place, train
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.ahead.prefetch import find_routers
 
 _WIDTH, _VOCAB = 96, 1024
+_CORPUS = "corpus"
 _PRMOE = Shape(
     width=_WIDTH,
     neurons=2 * _WIDTH,
@@ -70,11 +72,25 @@ def trained_prmoe(folder: Path) -> tuple[nn.Module, Corpus]:
     Raises:
         MissingExtraError: If the text is not installed.
     """
-    corpus = load_corpus(folder / "corpus", _VOCAB)
+    place, run, corpus = _trained(folder)
+    return place.model(run), corpus
+
+
+def prmoe_checkpoint(folder: Path) -> Path:
+    """Returns the checkpoint of `trained_prmoe`, with its tokenizer."""
+    place, run, _ = _trained(folder)
+    model = place.model_folder(run)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bpe_file(folder / _CORPUS, _VOCAB)))
+    tokenizer.save_pretrained(model)
+    return model
+
+
+def _trained(folder: Path) -> tuple[Place, Run, Corpus]:
+    corpus = load_corpus(folder / _CORPUS, _VOCAB)
     run = Run(shape=_PRMOE, training=_TRAINING, seed=0, corpus=corpus.facts.digest, vocab_size=corpus.vocab_size)
     place = Place(folder)
     train(run, corpus, place)
-    return place.model(run), corpus
+    return place, run, corpus
 
 
 def held_out_pieces(corpus: Corpus, count: int, length: int) -> Tensor:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.progress import Progress
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.benchmarks.papers import eight_bits, few_bits
+from recipes.benchmarks.papers import eight_bits, few_bits, traces
 from recipes.benchmarks.papers.eight_bits import EIGHT, EIGHT_BITS, WIDE, bench_eight_bits
 from recipes.benchmarks.papers.few_bits import FEW_BITS, bench_few_bits
 from recipes.benchmarks.papers.questions import CHOICES, Question, ask, is_right
+from recipes.benchmarks.papers.traces import prmoe_checkpoint
 from swarm_plugins.testing.models import save_tiny
 
 
@@ -65,8 +67,7 @@ def toy_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     def pieces(count: int, length: int) -> torch.Tensor:
         return torch.randint(3, 60, (count, length), generator=generator)
 
-    for module in (few_bits, eight_bits):
-        monkeypatch.setattr(module, "text_pieces", lambda _, text, count, length: (pieces(count, length), text))
+    monkeypatch.setattr(eight_bits, "text_pieces", lambda _, text, count, length: (pieces(count, length), text))
     monkeypatch.setattr(
         few_bits, "document_pieces", lambda _, text, length, count: [pieces(count, length) for _ in range(4)]
     )
@@ -78,7 +79,7 @@ def test_few_bits_on_a_toy(tmp_path: Path) -> None:
     picture = tmp_path / "few-bits.svg"
     with Progress(disable=True) as progress:
         report = bench_few_bits(
-            save_tiny("mixtral", tmp_path / "model", num_layers=2),
+            [save_tiny("mixtral", tmp_path / "model", num_layers=2)],
             few=(4, "2dq"),
             num_pieces=3,
             length=16,
@@ -86,7 +87,7 @@ def test_few_bits_on_a_toy(tmp_path: Path) -> None:
             plot=picture,
             progress=progress,
         )
-    arms = report.figures["arms"]
+    arms = report.figures["models"]["model"]["arms"]
     assert [*arms] == ["16/16", "4/4", "4dq/2dq", "16/4", "4/16", "16/2dq", "2dq/16"]
     assert {name for name, one in arms.items() if one["right"]} == {"16/16", "4/4", "4dq/2dq"}
     assert all(len(one["losses"]["python"]) == 3 for one in arms.values())
@@ -98,7 +99,7 @@ def figures(experts: list[float], attention: list[float]) -> dict[str, Any]:
         texts = ("addresses", "python")
         return {"bytes": size, "losses": dict.fromkeys(texts, losses), "right": dict.fromkeys(texts, right)}
 
-    return {
+    toy = {
         "few": [4],
         "asked": ["16/16", "4/4"],
         "arms": {
@@ -108,16 +109,17 @@ def figures(experts: list[float], attention: list[float]) -> dict[str, Any]:
             "4/16": arm(7e9, attention, []),
         },
     }
+    return {"models": {"toy": toy}}
 
 
 def test_experts_and_attention_are_paired_by_piece_and_by_what_they_save() -> None:
     # By piece, experts cost 0.2 for 5 GB and attention 0.1 for 1 GB, whatever the pieces' own losses are.
     cost, per_gb, *_ = FEW_BITS.verdicts(figures([1.2, 2.2, 3.2], [1.1, 2.1, 3.1]))
-    assert cost.startswith("The opposite: 4 bits cost experts less than attention, addresses (-0.1000")
+    assert cost.startswith("The opposite: 4 bits cost experts less than attention, addresses, toy (-0.1000")
     assert per_gb.startswith("Shown: for each GB that they save, 4 bits cost experts less than attention")
     assert "+0.06" in per_gb
     answers = [one for one in FEW_BITS.verdicts(figures([1.2] * 3, [1.1] * 3)) if "right answers" in one]
-    assert answers[0].startswith("Shown: attention in 4 bits and experts in 4 bits cost right answers (+20.0")
+    assert answers[0].startswith("Shown: attention in 4 bits and experts in 4 bits cost right answers, toy (+20.0")
 
 
 def test_eight_bits_are_judged_by_a_scale() -> None:
@@ -149,3 +151,18 @@ def test_eight_bits_on_a_toy(batches: tuple[int, ...], tmp_path: Path) -> None:
     assert len(EIGHT_BITS.tables(report.figures)) == 1 + len(batches)
     if batches:
         assert all(one > 0 for rates in found["speed"]["2"].values() for one in rates)
+
+
+def test_a_prmoe_is_trained_once_and_has_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {f"sotu/{index}": f"Fellow citizens of the year {index}: " * 40 for index in range(40)}
+    monkeypatch.setattr("recipes.study.corpus.gather", lambda: texts)
+    monkeypatch.setattr(traces, "_TRAINING", replace(traces._TRAINING, steps=1, rows=1, length=16))
+    monkeypatch.setattr(traces, "_VOCAB", 300)
+    folder = prmoe_checkpoint(tmp_path)
+    weights = (folder / "model.safetensors").stat().st_mtime_ns
+    assert prmoe_checkpoint(tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == weights
+    ids = AutoTokenizer.from_pretrained(folder)(texts["sotu/0"], return_tensors="pt").input_ids
+    assert ids.max() < 300
+    assert AutoTokenizer.from_pretrained(folder).decode(ids[0]) == texts["sotu/0"]
+    assert AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids[:, :32]).logits.shape == (1, 32, 300)
