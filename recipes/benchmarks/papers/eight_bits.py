@@ -198,18 +198,19 @@ def _draw(figures: Figures, figure: Any) -> None:
     left.invert_yaxis()
     left.axvline(0, color=MUTED, linewidth=0.8)
     left.axvline(LITTLE, color=MUTED, linewidth=0.8, linestyle="--")
+    left.locator_params(axis="x", nbins=5)
     left.set_xlabel("8 bits against 16: nats a token")
     for model, color in zip(figures["models"], _COLORS, strict=False):
         speed = figures["models"][model]["speed"]
         shares = [t_interval(_shares(rates)) for rates in speed.values()]
-        places = [int(batch) for batch in speed]
+        places = range(len(speed))
+        right.set_xticks(places, speed)
         right.plot(places, [one.mean for one in shares], "o-", color=color, label=model, markersize=4)
         right.vlines(places, [one.low for one in shares], [one.high for one in shares], color=color)
     right.axhline(1, color=MUTED, linewidth=0.8)
     right.set_xlabel("batch")
     right.set_ylabel("tokens a second, 8 bits over 16")
     if any(one["speed"] for one in figures["models"].values()):
-        right.set_xscale("log", base=2)
         right.legend(frameon=False, fontsize=8)
     else:
         right.set_visible(False)
