@@ -216,5 +216,7 @@ def test_ten_thousand_odd_messages(
             grown = send(http, 8000) - before
         finally:
             tracemalloc.stop()
-    assert {route for route, status in statuses if status == 200} == {*bodies("x"), "forward_backward"}
+    # A body of one field is always refused: the field is odd.
+    several = {route for route, body in bodies("x").items() if len(body) > 1}
+    assert {route for route, status in statuses if status == 200} == {*several, "forward_backward"}
     assert grown < 500_000
