@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import os
@@ -52,6 +53,8 @@ ROOT = Path(__file__).parent
 SLOW_FOLDERS = ("browser", "integration", "recipes")
 # Of the folder parity; the other families are slow there.
 QUICK_FAMILIES = ("llama", "mixtral")
+# Each of their cases is another page or another name.
+WHOLE_FOLDERS = ("docs",)
 SETTLE_S = 30.0
 """For what a test has ended; on a busy machine that may take a while."""
 
@@ -77,9 +80,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Who names a file wants its tests.
     if not any((config.rootpath / argument).resolve() in (ROOT, ROOT.parent) for argument in config.args):
         return
+    inner = inner_cases(items)
     for item in items:
-        if is_slow(item):
+        if is_slow(item) or item in inner:
             item.add_marker("slow")
+
+
+def inner_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns the cases between the first and the last one of each test with parameters: `make test` needs no more."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        parts = item.path.relative_to(ROOT).parts
+        if len(parts) > 1 and parts[0] not in WHOLE_FOLDERS:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    return {item for same in cases.values() for item in same[1:-1]}
 
 
 def is_slow(item: pytest.Item) -> bool:

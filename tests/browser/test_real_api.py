@@ -103,7 +103,6 @@ def test_stop_ends_the_generation(page: Page, swarm: DistantSwarm) -> None:
     assert ask(page, "Hello", 2), "the next one is answered"
 
 
-@pytest.mark.quick
 def test_a_killed_server_changes_no_answer_and_a_gap_is_seen(page: Page, swarm: DistantSwarm) -> None:
     whole = ask(page, "Hello", 40)
     page.click("#new")

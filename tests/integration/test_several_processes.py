@@ -31,7 +31,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 IDS = ["offloaded", "prompts", "manual", "clip-by-value", "bf16-mixed"]
 
 
-@pytest.mark.quick
 def test_two_processes_are_equal_to_one_with_the_whole_batch(model: Path, peers: list[str]) -> None:
     for found in run_ranks(2, checks.compared, model, {"initial_peers": peers}):
         assert found["first"] == 0

@@ -16,7 +16,6 @@ model = trainer_kit.model
 MEMORY = {"offload": "none"}
 
 
-@pytest.mark.quick
 def test_a_trainer_that_writes_checkpoints_stops_everywhere(model: Path, tmp_path: Path) -> None:
     for found in run_ranks(2, checks.ends_together, model, MEMORY, tmp_path):
         assert found["alike"] == 0

@@ -75,6 +75,7 @@ def gradients(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
+@pytest.mark.slow
 @each_family
 @each_place
 @torch.no_grad()

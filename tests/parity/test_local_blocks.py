@@ -39,6 +39,7 @@ each_split = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @each_split
 @torch.no_grad()
 def test_every_way_of_decoding(pair, local: tuple[int, int]) -> None:

@@ -44,6 +44,7 @@ def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beam"])
 @torch.no_grad()
 def test_chat_says_the_same(

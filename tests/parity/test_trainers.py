@@ -177,6 +177,7 @@ def write_tasks(folder: Path) -> list[str]:
     return ["choose", "write"]
 
 
+@pytest.mark.slow
 @few_families
 def test_lm_eval(pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

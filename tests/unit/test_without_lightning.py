@@ -115,6 +115,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_what_needs_it_says_in_one_sentence_how_to_install_it(tmp_path: Path) -> None:
     found = run(SENTENCES, tmp_path / "demo")
     assert len(found) == 6

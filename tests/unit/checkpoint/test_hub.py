@@ -352,6 +352,7 @@ def test_a_file_too_large_for_what_it_is_is_not_downloaded(
     assert hub.bytes_served(REPO, name) == 0
 
 
+@pytest.mark.slow
 def test_the_address_comes_from_the_environment(hub: LocalHub, single: Path, tmp_path: Path) -> None:
     sha = hub.add(REPO, single)
     code = (

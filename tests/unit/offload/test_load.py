@@ -157,6 +157,7 @@ def test_a_model_that_loses_its_first_layers_still_works_and_leaves_no_thread(
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_it_has_a_model(directory: Path) -> None:
     code = (
         f"import torch, swarm_plugins as s; m = s.load_offloaded({str(directory)!r}, device='cpu'); "

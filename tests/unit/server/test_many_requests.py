@@ -108,6 +108,7 @@ def held() -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 async def test_three_hundred_requests_leave_nothing(service: Service) -> None:
     transport, hidden = transport_to(service, "alice"), torch.randn(1, 4, WIDTH)
     forward = ForwardRequest(version=service.version, start=0, end=4, hidden=hidden, keep=True)

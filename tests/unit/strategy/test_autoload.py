@@ -44,6 +44,7 @@ def run(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_later_import_is_watched_and_the_strategy_itself_stays_unloaded() -> None:
     seen = json.loads(run(WATCH))
     assert seen == {"before": [], "known": True, "loader": "SourceFileLoader", "strategy_loaded": False}

@@ -63,6 +63,7 @@ def test_fewer_than_half_as_many_hostile_peers_neither_replace_nor_split_nor_sto
     assert all(one.is_in.count(True) >= ROUNDS // 2 for one in honest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_one_hostile_peer_replaces_no_work_of_two(attack: Attack) -> None:
     """It may hold them up, or part them; the weights that they have are their own."""

@@ -44,6 +44,7 @@ def test_no_honest_server_is_caught(hybrid: Path, cache: Path, caplog: pytest.Lo
     assert "failed (failure" not in caplog.text
 
 
+@pytest.mark.slow
 def test_lies_of_a_session_are_caught_before_they_are_used(hybrid: Path, cache: Path) -> None:
     with InProcessSwarm(hybrid, spans=SPANS, config=HONEST) as swarm:
         honest = AutoSwarmModelForCausalLM.from_pretrained(hybrid, connection=swarm.connection)
@@ -55,6 +56,7 @@ def test_lies_of_a_session_are_caught_before_they_are_used(hybrid: Path, cache: 
         assert list(Quarantine(cache / "quarantine").peers()) == [swarm.peers[1]]
 
 
+@pytest.mark.slow
 def test_wrong_gradients_are_caught(hybrid: Path, cache: Path) -> None:
     with InProcessSwarm(hybrid, spans=SPANS, config=HONEST) as swarm:
         expected = train(swarm)

@@ -155,6 +155,7 @@ def test_a_server_that_opens_something_else_is_left(deep: Path, cache: Path, mon
     assert not Quarantine(cache / "quarantine").peers()
 
 
+@pytest.mark.slow
 def test_sessions_on_large_spans_are_repeated_as_a_forward_and_opened(deep: Path, cache: Path) -> None:
     def generated(swarm: LyingSwarm) -> list[list[int]]:
         model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)

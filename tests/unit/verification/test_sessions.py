@@ -34,6 +34,7 @@ def honest(directory: Path, config: SwarmConfig) -> InProcessSwarm:
     return InProcessSwarm(directory, spans=[(0, 2), (2, 4)], config=config)
 
 
+@pytest.mark.slow
 def test_lies_from_the_first_step_are_caught_before_they_are_used(llama: Path, cache: Path) -> None:
     with honest(llama, HONEST) as swarm:
         expected = generated(swarm)

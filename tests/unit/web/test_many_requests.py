@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import httpx2
+import pytest
 from web_kit import served
 
 from swarm_plugins.book.record import Sample
@@ -35,6 +36,7 @@ def held() -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 def test_three_hundred_requests_leave_nothing(model: Any, tokenizer: Any, swarm: InProcessSwarm) -> None:
     app = create_app(model, tokenizer, name="tiny", settings=ApiSettings(cache_bytes=0))
     with served(app) as url, httpx2.Client(timeout=60) as client:

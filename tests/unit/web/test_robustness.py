@@ -79,6 +79,7 @@ def test_leaving_a_stream_between_its_parts_is_not_a_fault(tokenizer: Any, caplo
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_keeps_no_other_from_its_turn(model: Any, tokenizer: Any) -> None:
     wanted = {**ENDLESS, "stream": True, "n": 4, "logprobs": True, "top_logprobs": 20}
     settings = ApiSettings(max_running=1)

@@ -44,6 +44,7 @@ def tiny_model(tiny: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny).eval()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_when_ten_thousand_odd_messages_are_read() -> None:
     draw, whole, bounds = random.Random(5), sound("model"), TextBounds(64, 128)
     read = 0
