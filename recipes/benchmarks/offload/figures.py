@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from recipes.benchmarks.figures import Goal, Report, goals_table, new_table
+from recipes.benchmarks.papers.shown import paired, verdict
 from swarm_plugins.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class ArmFigures:
     tokens_per_s: float
     spread: tuple[float, float]
     """The slowest and the fastest round."""
-    rates: tuple[float, ...] = ()
+    rates: tuple[float, ...]
     """Tokens a second of each round, in order."""
     read_bytes: float
     """Bytes read from disk per token."""
@@ -97,13 +99,36 @@ class OffloadReport(Report):
         return next((one for one in self.arms if one.arm is arm), None)
 
     def tables(self) -> Iterator[Table]:
-        """Yields the tables of arms and of goals."""
+        """Yields the tables of arms, of goals, and of verdicts on the order of the arms."""
         yield _arms_table(self)
         yield goals_table(self.goals)
+        verdicts = new_table("", ("verdict",), names=("verdict",))
+        for sentence in order_verdicts(self):
+            verdicts.add_row(sentence)
+        yield verdicts
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report in JSON types."""
         return {**asdict(self), "goals": [one.as_dict() for one in self.goals]}
+
+
+def order_verdicts(report: OffloadReport) -> list[str]:
+    """Returns a sentence for each step from naive offloading to the full algorithm, over rounds of the same prompts.
+
+    As Table 2 of Eliseev and Mazur (2023), which adds one part after another.
+    """
+    naive = ArmName.NAIVE if report.find(ArmName.NAIVE) else ArmName.ACCELERATE
+    order = (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE, naive)
+    arms = [one for name in order if (one := report.find(name)) is not None]
+    return [
+        verdict(
+            f"{faster.arm.value!r} is faster than {slower.arm.value!r}",
+            paired(slower.rates, faster.rates),
+            unit=" tokens/s",
+            digits=2,
+        )
+        for faster, slower in itertools.pairwise(arms)
+    ]
 
 
 def add_goals(report: OffloadReport) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from recipes.benchmarks.offload.budgets import parse_share
-from recipes.benchmarks.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals
+from recipes.benchmarks.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals, order_verdicts
 from recipes.benchmarks.offload.plot import draw_expert_use, recorded_use, shown_layers
 from recipes.benchmarks.offload.run import bench_offload
 from recipes.benchmarks.offload.worker import load_arm
@@ -54,6 +54,7 @@ def test_other_shares_are_refused(text: str) -> None:
 def figures(arm: ArmName, tokens_per_s: float, **changes: Any) -> ArmFigures:
     values: dict[str, Any] = {
         "spread": (tokens_per_s, tokens_per_s),
+        "rates": (tokens_per_s,) * 3,
         "read_bytes": 100e6,
         "cpu_s": 0.1,
         "hit_ratio": None,
@@ -111,6 +112,19 @@ def test_few_hits_ask_more_of_speculation_and_other_shares_of_nothing_else() -> 
     assert goals["over no speculation"].goal == 1.2
     assert "over accelerate" not in goals
     assert "over all resident" not in goals
+
+
+def test_the_order_of_the_arms_is_judged_over_the_rounds() -> None:
+    found = report()
+    assert order_verdicts(found) == [
+        "Shown: 'offloaded' is faster than 'without speculative loading' (+1.00 (+1.00 to +1.00) tokens/s, n = 3).",
+        "Shown: 'without speculative loading' is faster than 'without cache and speculation' "
+        "(+2.00 (+2.00 to +2.00) tokens/s, n = 3).",
+        "Shown: 'without cache and speculation' is faster than 'every expert of a layer for each token' "
+        "(+1.00 (+1.00 to +1.00) tokens/s, n = 3).",
+    ]
+    found.arms[1] = figures(ArmName.FULL, 5.0, rates=(3.0, 5.0, 4.0))
+    assert order_verdicts(found)[0].startswith("Not shown: 'offloaded'")
 
 
 def test_table_and_file_have_every_arm_and_goal(tmp_path: Path) -> None:
