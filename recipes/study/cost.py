@@ -56,7 +56,7 @@ def measure(
     prompts = corpus.batch(seed, 0, rows, PROMPT_TOKENS - 1).to(place.device)
     for index in range(rounds + 1):
         for arm in list(models)[:: 1 if index % 2 == 0 else -1]:
-            single, batched = (_decode(models[arm], some, tokens, place.device) for some in (prompts[:1], prompts))
+            single, batched = (decode(models[arm], some, tokens, place.device) for some in (prompts[:1], prompts))
             if index:
                 speeds[arm].single.append(single)
                 speeds[arm].batched.append(batched)
@@ -106,7 +106,7 @@ def _between(points: Sequence[tuple[float, Mapping[str, float]]], loss: float, c
 
 
 @torch.no_grad()
-def _decode(model: nn.Module, prompt: Tensor, tokens: int, device: str) -> tuple[float, float]:
+def decode(model: nn.Module, prompt: Tensor, tokens: int, device: str) -> tuple[float, float]:
     """Returns wall and CPU seconds of a decoding step, greedy, with a cache; the prompt does not count."""
     wait: Callable[[], object] = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     output = model(input_ids=prompt, use_cache=True)

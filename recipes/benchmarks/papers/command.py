@@ -24,7 +24,7 @@ PRMoE = Annotated[
 
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands of this module to the benchmarks."""
-    for command in (codes, eight_bits, few_bits, reuse, ranks, sizes, table3, crossing):
+    for command in (codes, eight_bits, few_bits, reuse, ranks, sizes, read_time, table3, crossing):
         app.command()(command)
 
 
@@ -170,6 +170,36 @@ def sizes(plot: Plot = None, json: Json = None) -> None:
         return bench_sizes(plot=plot, progress=progress)
 
     measure("sizes", run, json)
+
+
+def read_time(
+    width: Annotated[int, typer.Option(help="Hidden size of the sparse models, a multiple of 64.", min=64)] = 1024,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; repeatable.", min=1, max=256)] = None,
+    new_tokens: NewTokens = 8,
+    rounds: Rounds = 5,
+    plot: Plot = None,
+    json: Json = None,
+) -> None:
+    """Time decoding with MoE, PR-MoE, its student and a dense model, whose weights exceed the caches."""
+
+    def run(progress: Progress) -> Report:
+        from recipes.benchmarks.papers.read_time import bench_read_time
+        from recipes.benchmarks.papers.shown import check_plot
+        from swarm_plugins.errors import ConfigError
+
+        if width % 64:
+            raise ConfigError(f"--width must be a multiple of 64, got {width}")
+        check_plot(plot)
+        return bench_read_time(
+            width=width,
+            batches=tuple(batch or (1, 8, 64)),
+            new_tokens=new_tokens,
+            rounds=rounds,
+            plot=plot,
+            progress=progress,
+        )
+
+    measure("read-time", run, json)
 
 
 def table3(

@@ -14,6 +14,7 @@ from recipes.benchmarks.links.link import Link
 from recipes.benchmarks.papers.codes import OURS, bytes_per_number, codes, rounded
 from recipes.benchmarks.papers.crossing import CROSSING, bound, crossing
 from recipes.benchmarks.papers.ranks import RANKS, bench_ranks, expected_bytes, formula
+from recipes.benchmarks.papers.read_time import READ_TIME, bench_read_time, config_of
 from recipes.benchmarks.papers.shown import verdict
 from recipes.benchmarks.papers.sizes import SIZES, count, layout, read_bytes
 from recipes.benchmarks.papers.table3 import TABLE3, Scale, _Chain, _made, check_chains
@@ -94,6 +95,20 @@ def test_sizes_of_a_small_mixture() -> None:
     assert found["messages"] == 3
     assert found["averaged"] == found["held"] == 2 * one["expert"]
     assert SIZES.name == "sizes"
+
+
+def test_time_of_reading_small_weights() -> None:
+    with Progress(disable=True) as progress:
+        report = bench_read_time(
+            width=64, batches=(1, 8), new_tokens=2, rounds=3, plot=None, progress=progress
+        )  # fmt: skip
+    models = {name: config_of(name, 64) for name in report.figures["models"]}
+    # The dense model computes about five times as much: the square of its width.
+    widths = sorted(one.hidden_size for one in models.values())
+    assert widths == [64, 64, 64, 144]
+    (rows,) = READ_TIME.tables(report.figures)
+    assert [row[1] for row in rows.rows] == ["1", "8"] * 4
+    assert len(READ_TIME.verdicts(report.figures)) == 6
 
 
 @pytest.mark.slow
