@@ -8,12 +8,13 @@ from recipes.benchmarks.papers.crossing import CROSSING
 from recipes.benchmarks.papers.eight_bits import EIGHT_BITS
 from recipes.benchmarks.papers.few_bits import FEW_BITS
 from recipes.benchmarks.papers.ranks import RANKS
+from recipes.benchmarks.papers.read_time import READ_TIME
 from recipes.benchmarks.papers.reuse import REUSE
 from recipes.benchmarks.papers.shown import PICTURES, Shown
 from recipes.benchmarks.papers.sizes import SIZES
 from recipes.benchmarks.papers.table3 import TABLE3
 
-KEPT: tuple[Shown, ...] = (TABLE3, CODES, CROSSING, EIGHT_BITS, FEW_BITS, REUSE, RANKS, SIZES, CURVES)
+KEPT: tuple[Shown, ...] = (TABLE3, CODES, CROSSING, EIGHT_BITS, FEW_BITS, REUSE, RANKS, SIZES, READ_TIME, CURVES)
 
 
 def main() -> None:

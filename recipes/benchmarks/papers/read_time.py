@@ -136,9 +136,11 @@ def _draw(figures: Figures, figure: Any) -> None:
         times = [1e3 * sum(each) / len(each) for each in figures["seconds"][name].values()]
         axes.plot(read, times, "o-", color=_COLORS[name], label=name)
         for batch, left, top in zip(figures["batches"], read, times, strict=True):
-            axes.annotate(f" {batch}", (left, top), fontsize=7, color=_COLORS[name])
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+            axes.annotate(str(batch), (left, top), (5, -4), textcoords="offset points", fontsize=7, color=_COLORS[name])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("GB of weights that a step reads; labels: tokens of a step")
     axes.set_title("ms a step", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
