@@ -267,24 +267,23 @@ class _Note:
 
 
 def _decode(loaded: LoadedArm, prompt: Tensor, new_tokens: int, resident: int) -> Round:
-    paused_s = 0.0
+    pauses_s: list[float] = []
 
     def note() -> _Note:
-        nonlocal paused_s
         stats = getattr(loaded.model, "offload_stats", None)
         taken = _Note(
             time.perf_counter(), time.process_time(), own("io", "read_bytes"), None if stats is None else stats()
         )
         loaded.before_token()
-        # Decoding does not include the pause between tokens.
-        paused_s += time.perf_counter() - taken.at
+        pauses_s.append(time.perf_counter() - taken.at)
         return taken
 
     tokens, notes = generate(loaded.model, prompt, new_tokens, note)
     first, last, steps = notes[0], notes[-1], new_tokens - 1
     return Round(
         tokens=tokens,
-        seconds_per_token=(last.at - first.at - paused_s) / steps,
+        # Decoding does not include the pauses between tokens; that after the last one is not between any.
+        seconds_per_token=(last.at - first.at - sum(pauses_s[:-1])) / steps,
         cpu_s=(last.cpu_s - first.cpu_s) / steps,
         read_bytes=(last.read_bytes - first.read_bytes) / steps,
         peak_bytes=own("status", "VmHWM") - resident,

@@ -6,15 +6,16 @@ which the paper's standard MoE equals in quality. Weights are random: bytes and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
+from torch import Tensor
 
+from recipes.benchmarks.offload.plot import recorded_use
 from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
-from recipes.benchmarks.papers.sizes import count, read_bytes
+from recipes.benchmarks.papers.sizes import count
 from recipes.study.cost import decode
 from recipes.study.drawing import GOOD, INK, MARK, WARM, tidy
 from recipes.study.training import EXPERTS_IMPLEMENTATION
@@ -55,6 +56,7 @@ def bench_read_time(
         models[name].set_experts_implementation(EXPERTS_IMPLEMENTATION)
         progress.advance(bar)
     seconds: dict[str, dict[str, list[float]]] = {name: {str(batch): [] for batch in batches} for name in models}
+    taken: dict[str, dict[str, float]] = {name: {} for name in models}
     progress.update(bar, description="decoding")
     for index in range(rounds + 1):
         # Reversed every other round, so that no model always follows the same one.
@@ -62,15 +64,27 @@ def bench_read_time(
             for batch in batches:
                 draw = torch.Generator().manual_seed(index)
                 prompt = torch.randint(_VOCAB, (batch, _PROMPT_TOKENS), generator=draw)
+                if not index:
+                    taken[name][str(batch)] = experts_taken(models[name], prompt, new_tokens)
+                    continue
                 wall_s, _ = decode(models[name], prompt, new_tokens, "cpu")
-                if index:
-                    seconds[name][str(batch)].append(wall_s)
+                seconds[name][str(batch)].append(wall_s)
             progress.advance(bar)
     counted = {name: count(model.config) for name, model in models.items()}
-    figures = {"models": counted, "batches": list(batches), "seconds": seconds}
+    figures = {"models": counted, "batches": list(batches), "seconds": seconds, "taken": taken}
     report = ShownReport(command="benchmark read-time", model=f"width {width}", shown=READ_TIME, figures=figures)
-    report.notes.append("random weights in float32, one thread; bytes counted for experts that are equally likely")
+    report.notes.append(
+        "random weights in float32, one thread; bytes by the experts that the first round's tokens took"
+    )
     return finished(report, plot)
+
+
+def experts_taken(model: PRMoEForCausalLM, prompt: Tensor, new_tokens: int) -> float:
+    """Decodes, and returns how many experts of all layers together a step's tokens take, on average."""
+    with recorded_use(model) as use:
+        decode(model, prompt, new_tokens, "cpu")
+    # The first pass reads the prompt.
+    return sum(len(step.unique()) for steps in use.values() for step in steps[1:]) / new_tokens
 
 
 def config_of(name: str, width: int) -> PRMoEConfig:
@@ -99,7 +113,7 @@ def _tables(figures: Figures) -> list[Rows]:
     for name, one in figures["models"].items():
         for batch in figures["batches"]:
             seconds = figures["seconds"][name][str(batch)]
-            mean, gigabytes = sum(seconds) / len(seconds), _read(one, batch)
+            mean, gigabytes = sum(seconds) / len(seconds), _read(figures, name, batch)
             first = batch == figures["batches"][0]
             rows.append(
                 (
@@ -115,13 +129,14 @@ def _tables(figures: Figures) -> list[Rows]:
     return [Rows(heads, rows)]
 
 
-def _read(one: Mapping[str, Any], batch: int) -> float:
-    return read_bytes(one, batch, bytes_per_weight=_BYTES) / 1e9
+def _read(figures: Figures, name: str, batch: int) -> float:
+    one = figures["models"][name]
+    return float(_BYTES * (one["others"] + figures["taken"][name][str(batch)] * one["expert"]) / 1e9)
 
 
 def _verdicts(figures: Figures) -> list[str]:
     found = []
-    for better, other in ((STANDARD, DENSE), (STUDENT, DENSE), (STUDENT, STANDARD)):
+    for better, other in ((STANDARD, DENSE), (STUDENT, DENSE), (PYRAMID, STANDARD), (STUDENT, STANDARD)):
         for batch in figures["batches"]:
             ours, theirs = ([1e3 * one for one in figures["seconds"][name][str(batch)]] for name in (better, other))
             claim = f"{better} takes less time a step than {other}, batch {batch}"
@@ -131,8 +146,8 @@ def _verdicts(figures: Figures) -> list[str]:
 
 def _draw(figures: Figures, figure: Any) -> None:
     axes = figure.subplots()
-    for name, one in figures["models"].items():
-        read = [_read(one, batch) for batch in figures["batches"]]
+    for name in figures["models"]:
+        read = [_read(figures, name, batch) for batch in figures["batches"]]
         times = [1e3 * sum(each) / len(each) for each in figures["seconds"][name].values()]
         axes.plot(read, times, "o-", color=_COLORS[name], label=name)
         for batch, left, top in zip(figures["batches"], read, times, strict=True):

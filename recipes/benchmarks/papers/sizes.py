@@ -61,10 +61,10 @@ def count(config: PRMoEConfig) -> dict[str, Any]:
     return {"total": total, "others": total - in_experts, "expert": each, "pools": pools}
 
 
-def read_bytes(one: Mapping[str, Any], batch: int, *, bytes_per_weight: int = _BYTES) -> float:
+def read_bytes(one: Mapping[str, Any], batch: int) -> float:
     """Returns the bytes of weights that a step of so many tokens reads: all but the experts that none of them takes."""
     taken = sum(pool * (1 - (1 - 1 / pool) ** batch) for pool in one["pools"])
-    return float(bytes_per_weight * (one["others"] + taken * one["expert"]))
+    return float(_BYTES * (one["others"] + taken * one["expert"]))
 
 
 def layout(one: Mapping[str, Any], ep_size: EpSize, world: int) -> dict[str, Any]:

@@ -108,7 +108,11 @@ def test_time_of_reading_small_weights() -> None:
     assert widths == [64, 64, 64, 144]
     (rows,) = READ_TIME.tables(report.figures)
     assert [row[1] for row in rows.rows] == ["1", "8"] * 4
-    assert len(READ_TIME.verdicts(report.figures)) == 6
+    assert len(READ_TIME.verdicts(report.figures)) == 8
+    # A token takes one expert of each of six layers; eight take more, but no more than there are.
+    taken = report.figures["taken"]["MoE-32"]
+    assert taken["1"] == 6
+    assert 6 < taken["8"] <= 48
 
 
 @pytest.mark.slow
