@@ -146,10 +146,12 @@ def test_chains_are_compared_on_the_same_prompts() -> None:
         f"Shown: a longer context costs at most 10 % of the steps, {fast}",
         f"The opposite: a tenth of the rate costs at most 10 % of the steps, {fast}",
         f"The opposite: servers that push states make more steps than the client, {fast}",
-        f"Shown: several clients at once are at most 20 % slower each, {fast}",
+        f"Shown: several clients at once are at most 20 % slower each, carried by the client, {fast}",
+        f"Shown: several clients at once are at most 20 % slower each, pushed by servers, {fast}",
         f"Shown: a longer context costs at most 10 % of the steps, {slow}",
         f"Shown: servers that push states make more steps than the client, {slow}",
-        f"Shown: several clients at once are at most 20 % slower each, {slow}",
+        f"Shown: several clients at once are at most 20 % slower each, carried by the client, {slow}",
+        f"Shown: several clients at once are at most 20 % slower each, pushed by servers, {slow}",
     ]
 
 
