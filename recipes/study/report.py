@@ -154,23 +154,30 @@ def _claims(found: Sequence[Outcome], digits: int = 4) -> str:
 def _arms(figures: Mapping[str, Any]) -> str:
     rows = []
     for arm, entry in figures["arms"].items():
-        losses = [entry["losses"].get(str(seed)) for seed in figures["seeds"]]
-        shown = [f"{loss:.4f}" if loss is not None else "missing" for loss in losses]
+        losses = list(entry["losses"].values())
         cpu = sum(entry["cpu_s"].values()) / len(entry["cpu_s"])
         experts = "-".join(map(str, entry["experts"]))
-        rows.append((arm, experts, entry["width"], f"{entry['parameters'] / 1e6:.2f} M", *shown, f"{cpu:.0f}"))
-    seeds = (f"loss, seed {seed}" for seed in figures["seeds"])
-    return _table(("arm", "experts by layer", "width", "parameters", *seeds, "CPU s a run"), rows)
+        size = f"{entry['parameters'] / 1e6:.2f} M"
+        limits = f"{min(losses):.4f} to {max(losses):.4f}"
+        rows.append((arm, experts, entry["width"], size, _mean(losses, 4), limits, len(losses), f"{cpu:.0f}"))
+    heads = ("arm", "experts by layer", "width", "parameters", "loss", "lowest to highest", "seeds", "CPU s a run")
+    return _table(heads, rows)
 
 
 def _words(figures: Mapping[str, Any]) -> str:
-    seeds = figures["seeds"]
     rows = []
-    for arm, shares in figures["words"]["arms"].items():
-        shown = [f"{100 * shares[str(seed)]:.2f} %" if str(seed) in shares else "missing" for seed in seeds]
-        mean = t_interval([100 * share for share in shares.values()])
-        rows.append((arm, *shown, f"{mean.mean:.2f} ± {mean.high - mean.mean:.2f} %"))
-    return _table(("arm", *(f"last words, seed {seed}" for seed in seeds), "mean"), rows)
+    for arm, by_seed in figures["words"]["arms"].items():
+        shares = [100 * share for share in by_seed.values()]
+        limits = f"{min(shares):.2f} to {max(shares):.2f} %"
+        rows.append((arm, f"{_mean(shares, 2)} %", limits, len(shares)))
+    return _table(("arm", "last words", "lowest to highest", "seeds"), rows)
+
+
+def _mean(values: Sequence[float], digits: int) -> str:
+    """Returns the mean over seeds, with half the width of Student's 95 % interval if there are several."""
+    interval = t_interval(values)
+    half = "" if math.isinf(interval.high) else f" ± {interval.high - interval.mean:.{digits}f}"
+    return f"{interval.mean:.{digits}f}{half}"
 
 
 def _costs(figures: Mapping[str, Any]) -> str:
