@@ -7,7 +7,8 @@ arms.py        the models that are compared, and the claims about them
 training.py    one run: resumable, batches and initial weights fixed by the seed
 runner.py      all runs, one process a core
 intervals.py   paired differences and their t-intervals
-report.py      verdicts, tables
+verdicts.py    intervals in words
+report.py      outcomes of the claims, tables
 cost.py        parameters, latency and throughput of trained models, measured in turns
 plots.py       the pictures
 drawing.py     their colors, for light and dark pages

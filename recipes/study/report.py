@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from recipes.study.arms import CLAIMS, Claim, Plan
 from recipes.study.corpus import CorpusFacts
 from recipes.study.intervals import Interval, t_interval
 from recipes.study.training import Place
+from recipes.study.verdicts import FEWEST_SEEDS, plus_minus, with_limits
 from recipes.study import words
 
 SHOWN = "shown"
@@ -18,8 +18,6 @@ NOT_SHOWN = "not shown"
 OPPOSITE = "not shown; the opposite was measured"
 TOO_FEW = "not shown; too few seeds"
 MISSING = "not run"
-FEWEST_SEEDS = 3
-"""Paired seeds below which nothing is shown, whatever the interval: two may agree by chance."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def _arms(figures: Mapping[str, Any]) -> str:
         experts = "-".join(map(str, entry["experts"]))
         size = f"{entry['parameters'] / 1e6:.2f} M"
         limits = f"{min(losses):.4f} to {max(losses):.4f}"
-        rows.append((arm, experts, entry["width"], size, _mean(losses, 4), limits, len(losses), f"{cpu:.0f}"))
+        rows.append((arm, experts, entry["width"], size, plus_minus(losses), limits, len(losses), f"{cpu:.0f}"))
     heads = ("arm", "experts by layer", "width", "parameters", "loss", "lowest to highest", "seeds", "CPU s a run")
     return _table(heads, rows)
 
@@ -169,15 +167,8 @@ def _words(figures: Mapping[str, Any]) -> str:
     for arm, by_seed in figures["words"]["arms"].items():
         shares = [100 * share for share in by_seed.values()]
         limits = f"{min(shares):.2f} to {max(shares):.2f} %"
-        rows.append((arm, f"{_mean(shares, 2)} %", limits, len(shares)))
+        rows.append((arm, f"{plus_minus(shares, digits=2)} %", limits, len(shares)))
     return _table(("arm", "last words", "lowest to highest", "seeds"), rows)
-
-
-def _mean(values: Sequence[float], digits: int) -> str:
-    """Returns the mean over seeds, with half the width of Student's 95 % interval if there are several."""
-    interval = t_interval(values)
-    half = "" if math.isinf(interval.high) else f" ± {interval.high - interval.mean:.{digits}f}"
-    return f"{interval.mean:.{digits}f}{half}"
 
 
 def _costs(figures: Mapping[str, Any]) -> str:
@@ -205,10 +196,7 @@ def _speeds(one: Mapping[str, float]) -> tuple[str, str, str, str]:
 
 
 def _with_range(interval: Interval | None, digits: int) -> str:
-    if interval is None:
-        return "-"
-    limits = "unbounded" if math.isinf(interval.low) else f"{interval.low:+.{digits}f} to {interval.high:+.{digits}f}"
-    return f"{interval.mean:+.{digits}f} ({limits})"
+    return "-" if interval is None else with_limits(interval, digits=digits)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from recipes.benchmarks.figures import Goal, Report, goals_table, new_table
-from recipes.benchmarks.papers.shown import paired, verdict
+from recipes.study.verdicts import paired, verdict
 from swarm_plugins.sizes import format_bytes
 
 if TYPE_CHECKING:

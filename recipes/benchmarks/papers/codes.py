@@ -21,7 +21,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from recipes.benchmarks.arms import local_model
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import paired, plus_minus, verdict
 from recipes.benchmarks.texts import text_pieces
 from recipes.study.drawing import GOOD, INK, MARK, MUTED, tidy
 from recipes.study.intervals import t_interval

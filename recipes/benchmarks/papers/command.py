@@ -185,10 +185,7 @@ def read_time(
     def run(progress: Progress) -> Report:
         from recipes.benchmarks.papers.read_time import bench_read_time
         from recipes.benchmarks.papers.shown import check_plot
-        from swarm_plugins.errors import ConfigError
 
-        if width % 64:
-            raise ConfigError(f"--width must be a multiple of 64, got {width}")
         check_plot(plot)
         return bench_read_time(
             width=width,

@@ -17,7 +17,8 @@ from recipes.benchmarks.links import NETWORKS, Relay
 from recipes.benchmarks.network.models import load_models
 from recipes.benchmarks.offload.figures import ArmName
 from recipes.benchmarks.offload.run import PROMPT_TOKENS, bench_offload
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import plus_minus, verdict
 from recipes.benchmarks.swarm import swarm_model
 from recipes.study.drawing import GOOD, INK, MARK, MUTED, WARM, tidy
 from recipes.study.intervals import t_interval, welch_interval

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from recipes.benchmarks.arms import check_directory, decode
 from recipes.benchmarks.measure import Arm, take_turns
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import plus_minus, verdict
 from recipes.benchmarks.swarm import model_on, served_model
 from recipes.benchmarks.texts import text_pieces
 from recipes.study.drawing import INK, MARK, MUTED, WARM, tidy

@@ -17,7 +17,8 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from recipes.benchmarks.papers.questions import CHANCE, ask, share_right
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import paired, plus_minus, verdict
 from recipes.benchmarks.papers.traces import prmoe_checkpoint
 from recipes.benchmarks.quality import Widths, with_each
 from recipes.benchmarks.texts import document_pieces

@@ -14,7 +14,8 @@ from typing import Any
 from rich.progress import Progress
 
 from recipes.benchmarks.papers.ranks_worker import WAYS, Counted, Layer, run_layer
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import paired, plus_minus, verdict
 from recipes.study.drawing import GOOD, INK, MARK, tidy
 from recipes.study.intervals import t_interval
 

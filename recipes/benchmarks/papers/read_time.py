@@ -14,11 +14,13 @@ from rich.progress import Progress
 from torch import Tensor
 
 from recipes.benchmarks.offload.plot import recorded_use
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import paired, plus_minus, verdict
 from recipes.benchmarks.papers.sizes import count
 from recipes.study.cost import decode
 from recipes.study.drawing import GOOD, INK, MARK, WARM, tidy
 from recipes.study.training import EXPERTS_IMPLEMENTATION
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM
 
 DENSE, STANDARD, PYRAMID, STUDENT = "dense, 5 x the computing", "MoE-32", "PR-MoE-8/16", "PR-MoE-8/16+L10"
@@ -46,8 +48,11 @@ def bench_read_time(
         progress: Shows how far it is.
 
     Raises:
+        ConfigError: If the width cannot be divided into heads.
         MissingExtraError: If matplotlib is not installed.
     """
+    if width % 64:
+        raise ConfigError(f"--width must be a multiple of 64, got {width}")
     torch.set_num_threads(1)
     bar = progress.add_task("random weights", total=len(_POOLS) * (1 + rounds + 1))
     models = {}

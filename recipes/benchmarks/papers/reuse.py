@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from recipes.benchmarks.arms import local_model
 from recipes.benchmarks.papers.caches import POLICIES, Uses, hit_ratio
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, paired, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import paired, plus_minus, verdict
 from recipes.benchmarks.papers.traces import Trace, held_out_pieces, ranking, traces, trained_prmoe
 from recipes.benchmarks.texts import text_pieces
 from recipes.study.drawing import GOOD, INK, MARK, MUTED, WARM, tidy

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from recipes.benchmarks.figures import Report, new_table
 from recipes.benchmarks.pictures import check_picture, picture
-from recipes.study.intervals import Interval, t_interval
-from recipes.study.report import FEWEST_SEEDS
 
 Figures = Mapping[str, Any]
 """What a command measured, as JSON keeps it."""
@@ -102,34 +100,6 @@ def finished(report: ShownReport, plot: Path | None) -> ShownReport:
     if plot is not None:
         report.shown.draw_to(plot, report.figures)
     return report
-
-
-def paired(better: Sequence[float], other: Sequence[float]) -> Interval:
-    """Returns the mean of ``other - better`` over pairs, with Student's 95 % interval."""
-    return t_interval([theirs - ours for ours, theirs in zip(better, other, strict=True)])
-
-
-def verdict(claim: str, interval: Interval, *, unit: str = "", digits: int = 4) -> str:
-    """Returns the sentence on a claim that holds where a difference is positive: shown, not shown, or the opposite."""
-    if interval.count < FEWEST_SEEDS:
-        found = "Not shown, too few pairs"
-    elif interval.is_above_zero:
-        found = "Shown"
-    else:
-        found = "The opposite" if interval.is_below_zero else "Not shown"
-    return f"{found}: {claim} ({with_limits(interval, digits=digits)}{unit}, n = {interval.count})."
-
-
-def with_limits(interval: Interval, *, digits: int = 4, sign: str = "+") -> str:
-    """Returns mean and limits, as in ``+0.0012 (-0.0003 to +0.0027)``."""
-    form = f"{sign}.{digits}f"
-    return f"{interval.mean:{form}} ({interval.low:{form}} to {interval.high:{form}})"
-
-
-def plus_minus(values: Sequence[float], *, digits: int = 4, sign: str = "") -> str:
-    """Returns the mean of values with half the width of Student's 95 % interval."""
-    interval = t_interval(values)
-    return f"{interval.mean:{sign}.{digits}f} ± {interval.high - interval.mean:.{digits}f}"
 
 
 def _commit() -> str:

@@ -25,7 +25,8 @@ from recipes.benchmarks.arms import Decoded, decode, local_model
 from recipes.benchmarks.compute import SimulatedCompute
 from recipes.benchmarks.links.link import NETWORKS, Link
 from recipes.benchmarks.links.swarm import DistantSwarm
-from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished, plus_minus, verdict
+from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
+from recipes.study.verdicts import plus_minus, verdict
 from recipes.benchmarks.swarm import model_on
 from recipes.study.drawing import GOOD, INK, MARK, MUTED, tidy
 from recipes.study.intervals import t_interval

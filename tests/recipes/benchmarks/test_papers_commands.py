@@ -15,10 +15,10 @@ from recipes.benchmarks.papers.codes import OURS, bytes_per_number, codes, round
 from recipes.benchmarks.papers.crossing import CROSSING, bound, crossing
 from recipes.benchmarks.papers.ranks import RANKS, bench_ranks, expected_bytes, formula
 from recipes.benchmarks.papers.read_time import READ_TIME, bench_read_time, config_of
-from recipes.benchmarks.papers.shown import verdict
 from recipes.benchmarks.papers.sizes import SIZES, count, layout, read_bytes
 from recipes.benchmarks.papers.table3 import TABLE3, Scale, _Chain, _made, check_chains
 from recipes.study.intervals import t_interval
+from recipes.study.verdicts import plus_minus, verdict
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.models import PRMoEConfig
 
@@ -113,6 +113,20 @@ def test_time_of_reading_small_weights() -> None:
     taken = report.figures["taken"]["MoE-32"]
     assert taken["1"] == 6
     assert 6 < taken["8"] <= 48
+
+
+def test_a_width_without_whole_heads_is_refused() -> None:
+    with (
+        Progress(disable=True) as progress,
+        pytest.raises(ConfigError, match="--width must be a multiple of 64, got 100"),
+    ):
+        bench_read_time(width=100, batches=(1,), new_tokens=1, rounds=1, plot=None, progress=progress)
+
+
+def test_a_single_value_has_no_interval() -> None:
+    assert plus_minus([1.5], digits=1) == "1.5"
+    assert plus_minus([1.0, 1.0, 1.0], digits=1) == "1.0 ± 0.0"
+    assert verdict("it", t_interval([1.0])) == "Not shown, too few pairs: it (+1.0000 (unbounded), n = 1)."
 
 
 @pytest.mark.slow
