@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.offload.held import HeldExperts
-from swarm_plugins.recent import Recent
-from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
+from swarm_plugins.server.compute.arrivals import Arrivals
+from swarm_plugins.server.compute.rhythm import BusyMeter
 from swarm_plugins.server.compute.turns import Turns
-from swarm_plugins.server.compute.work import Call, Step, Work, choose_pack, without_frames
+from swarm_plugins.server.compute.work import AbandonedError, Call, Step, Work, choose_pack, without_frames
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.state.points import Points
@@ -37,16 +37,6 @@ _PACKS_BEFORE_LONG = 8
 """Packs that may go before waiting long work in a row, whatever its peer has had. Steps run between its blocks."""
 _LITTLE_S = 0.005
 """Calls and cache operations that wait may take so long before each pack; the rest wait for the next one."""
-_MOST_WORKING = 64
-"""Peers whose last work is remembered."""
-_MOST_RHYTHMS = 32
-"""Ranges of blocks whose forwards are remembered."""
-_LATELY_S = 1.0
-"""A peer whose last work came within this time is about to send more."""
-
-
-class AbandonedError(Exception):
-    """Stops long work in mid-run because its client is gone."""
 
 
 class ComputeThread:
@@ -77,10 +67,7 @@ class ComputeThread:
         """When long work began."""
         self._packs_since_long = 0
         self._turns = Turns(points)
-        self._working: Recent[str, float] = Recent(_MOST_WORKING)
-        """When the peers' last steps or training came."""
-        self._rhythms: Recent[range, Rhythm] = Recent(_MOST_RHYTHMS)
-        """Of the sessions on each range of blocks: only these share forwards."""
+        self._arrivals = Arrivals()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -116,8 +103,7 @@ class ComputeThread:
 
     def _run_round(self) -> None:
         """Takes what has come, waits for some if there is none, and runs a part of it."""
-        has_work = bool(self._calls or self._steps or self._long)
-        self._collect(is_waiting=not has_work)
+        self._collect(is_waiting=not (self._calls or self._steps or self._long))
         self._gather()
         self.busy.begin(time.monotonic())
         self._drop_abandoned()
@@ -165,7 +151,7 @@ class ComputeThread:
                 return
             now = time.monotonic()
             # Those that come may make others worth a wait, again and again: the first wait sets the end.
-            ends = min(ends, now + self._rhythm(blocks).wait_s({step.session for step in self._steps}, now))
+            ends = min(ends, now + self._arrivals.rhythm(blocks).wait_s({step.session for step in self._steps}, now))
             if ends <= now or self.is_stopping:
                 return
             try:
@@ -179,19 +165,15 @@ class ComputeThread:
 
     def _sort_in(self, item: Work | None) -> None:
         if isinstance(item, Step) or (isinstance(item, Call) and item.is_training):
-            self._working[item.peer] = time.monotonic()
+            self._arrivals.came(item.peer, time.monotonic())
         if isinstance(item, Step):
             if item.takes_long:
                 self._long.append(item)
             else:
                 self._steps.append(item)
-                self._rhythm(item.inputs.blocks).arrived(item.session, item.arrived)
+                self._arrivals.rhythm(item.inputs.blocks).arrived(item.session, item.arrived)
         elif isinstance(item, Call):
             (self._long if item.is_training else self._calls).append(item)
-
-    def _rhythm(self, blocks: range) -> Rhythm:
-        found = self._rhythms[blocks] = self._rhythms.get(blocks) or Rhythm()
-        return found
 
     def _urgent_before(self, long: Call | Step | None, had_s: float = 0.0) -> list[Call | Step]:
         """Returns the steps and the oldest call of each peer in their order: all, or those that go before long work.
@@ -322,7 +304,7 @@ class ComputeThread:
     def _ready(self, steps: Sequence[Step], ends: float) -> list[Step]:
         """Returns the steps of one forward: on the blocks of the first, and begun, or beginning until ``ends``."""
         ready: list[Step] = []
-        is_shared, most_rows = self._is_shared(), math.inf
+        is_shared, most_rows = self._arrivals.are_shared(time.monotonic()), math.inf
         rows = Counter[str]()
         may_operate = True  # one does in each round, however long the calls took
         for step in steps:
@@ -336,17 +318,12 @@ class ComputeThread:
                 continue
             if self._begin(step):
                 if is_shared and not ready:
-                    most_rows = self._rhythm(step.inputs.blocks).free_rows
+                    most_rows = self._arrivals.rhythm(step.inputs.blocks).free_rows
                 ready.append(step)
                 rows[step.peer] += step.batch_size
             if operates:
                 may_operate = time.monotonic() < ends
         return ready
-
-    def _is_shared(self) -> bool:
-        """Returns whether several peers have sent work lately."""
-        since = time.monotonic() - _LATELY_S
-        return sum(at > since for at in self._working.values()) > 1
 
     def _begin(self, step: Step) -> bool:
         """Runs the cache operations of a step that has not begun; False drops the step."""
@@ -385,12 +362,14 @@ class ComputeThread:
         self._turns.ran(self._charge(group, seconds), seconds)
         self.packs[len(group)] += 1
         if all(chunk.hidden.shape[1] == 1 for chunk in chunks) and not group[0][0].takes_long:
-            self._rhythm(group[0][0].inputs.blocks).ran(sum(chunk.hidden.shape[0] for chunk in chunks), seconds)
+            self._arrivals.rhythm(group[0][0].inputs.blocks).ran(
+                sum(chunk.hidden.shape[0] for chunk in chunks), seconds
+            )
         ended = time.monotonic()
         for step, _ in group:
             if not step.num_left:
                 # Before finish: once the result is handed over, the event loop takes the interpreter.
-                self._rhythm(step.inputs.blocks).answered(step.session, ended)
+                self._arrivals.rhythm(step.inputs.blocks).answered(step.session, ended)
                 step.finish(step.result())
         return True
 
@@ -416,6 +395,5 @@ class ComputeThread:
         self._collect(is_waiting=False)
         for item in (*self._calls, *self._steps, *self._long):
             item.finish(error=RequestError(kind, message))
-        self._calls.clear()
-        self._steps.clear()
-        self._long.clear()
+        for waiting in (self._calls, self._steps, self._long):
+            waiting.clear()

@@ -38,6 +38,10 @@ _SHARE_OF_FIRST = 4
 """A prefill whose turn it is gets this part of a pack, whatever decode steps wait."""
 
 
+class AbandonedError(Exception):
+    """Stops long work in mid-run because its client is gone."""
+
+
 class Work:
     """Work whose result is awaited on an event loop; ``peer`` is empty for the server itself."""
 
