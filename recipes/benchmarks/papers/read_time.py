@@ -6,6 +6,7 @@ which the paper's standard MoE equals in quality. Weights are random: bytes and 
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from recipes.benchmarks.offload.plot import recorded_use
 from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, finished
 from recipes.study.verdicts import paired, plus_minus, verdict
 from recipes.benchmarks.papers.sizes import count
-from recipes.study.cost import decode
 from recipes.study.drawing import GOOD, INK, MARK, WARM, tidy
 from recipes.study.training import EXPERTS_IMPLEMENTATION
 from swarm_plugins.errors import ConfigError
@@ -54,27 +54,25 @@ def bench_read_time(
     if width % 64:
         raise ConfigError(f"--width must be a multiple of 64, got {width}")
     torch.set_num_threads(1)
-    bar = progress.add_task("random weights", total=len(_POOLS) * (1 + rounds + 1))
+    bar = progress.add_task("random weights", total=len(_POOLS) * (1 + (rounds + 1) * len(batches)))
     models = {}
     for name in _POOLS:
-        models[name] = PRMoEForCausalLM(config_of(name, width)).train(False)
-        models[name].set_experts_implementation(EXPERTS_IMPLEMENTATION)
+        models[name] = random_model(name, width)
         progress.advance(bar)
     seconds: dict[str, dict[str, list[float]]] = {name: {str(batch): [] for batch in batches} for name in models}
     taken: dict[str, dict[str, float]] = {name: {} for name in models}
     progress.update(bar, description="decoding")
     for index in range(rounds + 1):
-        # Reversed every other round, so that no model always follows the same one.
-        for name in list(models)[:: 1 if index % 2 == 0 else -1]:
-            for batch in batches:
-                draw = torch.Generator().manual_seed(index)
-                prompt = torch.randint(_VOCAB, (batch, _PROMPT_TOKENS), generator=draw)
-                if not index:
-                    taken[name][str(batch)] = experts_taken(models[name], prompt, new_tokens)
-                    continue
-                wall_s, _ = decode(models[name], prompt, new_tokens, "cpu")
-                seconds[name][str(batch)].append(wall_s)
-            progress.advance(bar)
+        draw = torch.Generator().manual_seed(index)
+        for batch in batches:
+            text = torch.randint(_VOCAB, (batch, _PROMPT_TOKENS + new_tokens), generator=draw)
+            # Reversed every other round, so that no model always follows the same one.
+            for name in list(models)[:: 1 if index % 2 == 0 else -1]:
+                if index:
+                    seconds[name][str(batch)].append(seconds_a_step(models[name], text))
+                else:
+                    taken[name][str(batch)] = experts_taken(models[name], text)
+                progress.advance(bar)
     counted = {name: count(model.config) for name, model in models.items()}
     figures = {"models": counted, "batches": list(batches), "seconds": seconds, "taken": taken}
     report = ShownReport(command="benchmark read-time", model=f"width {width}", shown=READ_TIME, figures=figures)
@@ -84,12 +82,40 @@ def bench_read_time(
     return finished(report, plot)
 
 
-def experts_taken(model: PRMoEForCausalLM, prompt: Tensor, new_tokens: int) -> float:
+def random_model(name: str, width: int) -> PRMoEForCausalLM:
+    """Returns one of the four models, whose routers spread tokens over experts about evenly."""
+    model = PRMoEForCausalLM(config_of(name, width))
+    model.train(False)
+    model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    with torch.no_grad():
+        # As usual, they would be small next to what layers add, which is alike for all tokens.
+        model.get_input_embeddings().weight.normal_()
+    return model
+
+
+@torch.no_grad()
+def seconds_a_step(model: PRMoEForCausalLM, text: Tensor) -> float:
+    """Returns seconds of a step that reads the next token of each sequence, with a cache; the prompt does not count.
+
+    Args:
+        model: The model.
+        text: (batch, prompt and steps), given: models decode other tokens than each other, and random ones the same
+            again and again.
+    """
+    cache = model(input_ids=text[:, :_PROMPT_TOKENS], use_cache=True).past_key_values
+    before = time.perf_counter()
+    for place in range(_PROMPT_TOKENS, text.shape[1]):
+        model(input_ids=text[:, place : place + 1], past_key_values=cache, use_cache=True)
+    return (time.perf_counter() - before) / (text.shape[1] - _PROMPT_TOKENS)
+
+
+def experts_taken(model: PRMoEForCausalLM, text: Tensor) -> float:
     """Decodes, and returns how many experts of all layers together a step's tokens take, on average."""
     with recorded_use(model) as use:
-        decode(model, prompt, new_tokens, "cpu")
+        seconds_a_step(model, text)
     # The first pass reads the prompt.
-    return sum(len(step.unique()) for steps in use.values() for step in steps[1:]) / new_tokens
+    found = [len(step.unique()) for steps in use.values() for step in steps[1:]]
+    return sum(found) / (text.shape[1] - _PROMPT_TOKENS)
 
 
 def config_of(name: str, width: int) -> PRMoEConfig:

@@ -14,7 +14,7 @@ from recipes.benchmarks.links.link import Link
 from recipes.benchmarks.papers.codes import OURS, bytes_per_number, codes, rounded
 from recipes.benchmarks.papers.crossing import CROSSING, bound, crossing
 from recipes.benchmarks.papers.ranks import RANKS, bench_ranks, expected_bytes, formula
-from recipes.benchmarks.papers.read_time import READ_TIME, bench_read_time, config_of
+from recipes.benchmarks.papers.read_time import READ_TIME, bench_read_time, config_of, experts_taken, random_model
 from recipes.benchmarks.papers.sizes import SIZES, count, layout, read_bytes
 from recipes.benchmarks.papers.table3 import TABLE3, Scale, _Chain, _made, check_chains
 from recipes.study.intervals import t_interval
@@ -113,6 +113,14 @@ def test_time_of_reading_small_weights() -> None:
     taken = report.figures["taken"]["MoE-32"]
     assert taken["1"] == 6
     assert 6 < taken["8"] <= 48
+
+
+def test_random_routers_spread_tokens_over_the_experts() -> None:
+    torch.manual_seed(0)
+    model = random_model("MoE-32", 64)
+    taken = experts_taken(model, torch.randint(model.config.vocab_size, (64, 10)))
+    # Of 192 experts in six layers, 64 tokens take 167 if all are equally likely: 32 x (1 - (31 / 32)^64) in each.
+    assert 150 < taken < 180
 
 
 def test_a_width_without_whole_heads_is_refused() -> None:
