@@ -63,7 +63,7 @@ def offload(
     fast: Annotated[str, typer.Option(help="Share of the bytes of all experts that may be in memory.")] = "25%",
     policy: Annotated[str, typer.Option(help="Which experts stay: counting, or lru as in the paper.")] = "counting",
     without: Annotated[
-        list[str] | None, typer.Option(help="Arm to leave out: resident or accelerate; repeatable.")
+        list[str] | None, typer.Option(help="Arm to leave out: resident, no-guesses, bare or accelerate; repeatable.")
     ] = None,
     new_tokens: NewTokens = 32,
     rounds: Rounds = 5,

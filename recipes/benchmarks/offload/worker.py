@@ -80,6 +80,10 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds per token spent waiting for the disk."""
 
 
+class MemoryExceededError(SwarmError):
+    """The system has killed an arm for its memory."""
+
+
 class ArmProcess(Child):
     """The process of an arm."""
 
@@ -120,7 +124,7 @@ class ArmProcess(Child):
     def _ended(self) -> SwarmError:
         # Its output ends a moment before it does.
         if self.process.wait(5.0) == -signal.SIGKILL and self.job.group:
-            return SwarmError(
+            return MemoryExceededError(
                 f"{self.job.arm!r} exceeded its limit of {format_bytes(self.job.limit_bytes)} and was killed by "
                 "the system: give a larger --fast, or leave the arm out with --without"
             )

@@ -68,7 +68,7 @@ def bench_crossing(
             random_scale=None,
             fast=f"{share}%",
             policy="counting",
-            without=["resident"],
+            without=["resident", "no-guesses", "bare"],
             new_tokens=new_tokens,
             rounds=rounds,
             plot=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from recipes.benchmarks.offload import run
 from recipes.benchmarks.offload.budgets import parse_share
 from recipes.benchmarks.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals, order_verdicts
 from recipes.benchmarks.offload.plot import draw_expert_use, recorded_use, shown_layers
 from recipes.benchmarks.offload.run import bench_offload
-from recipes.benchmarks.offload.worker import load_arm
+from recipes.benchmarks.offload.worker import Job, MemoryExceededError, load_arm
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds
 from swarm_plugins.testing.models import save_tiny, tiny_model
 
 IDS = torch.arange(3, 13).reshape(1, 10)
+JOB = Job(arm=ArmName.FULL, directory="model", fast_bytes=1, smallest_bytes=1, policy="lru", limit_bytes=1)
 
 
 @pytest.mark.parametrize("arm", list(ArmName), ids=lambda arm: arm.name.lower())
@@ -166,7 +169,11 @@ def test_of_many_layers_a_few_are_shown() -> None:
     [
         pytest.param({}, "give either --model DIR or --random-model", id="no-model"),
         pytest.param({"model": Path("absent")}, "there is no model in absent", id="absent"),
-        pytest.param({"without": ["cache"]}, "invalid --without 'cache': expected resident or accelerate", id="arm"),
+        pytest.param(
+            {"without": ["cache"]},
+            "invalid --without 'cache': expected one of resident, no-guesses, bare, accelerate",
+            id="arm",
+        ),
         pytest.param({"fast": "much"}, "invalid --fast 'much'", id="share"),
         pytest.param({"policy": "fifo"}, "policy is 'fifo'; expected counting or lru", id="policy"),
     ],
@@ -184,3 +191,44 @@ def test_wrong_arguments_are_told_at_once(changes: dict[str, Any], message: str)
     }
     with pytest.raises(ConfigError, match=message):
         bench_offload(changes.pop("model", None), **{**arguments, **changes})
+
+
+class Flaky:
+    """Stands in for an arm's process: killed while it loads, as often as told."""
+
+    def __init__(self, kills: int) -> None:
+        self.kills = kills
+        self.open = 0
+
+    def __call__(self, job: object) -> Flaky:
+        return self
+
+    def __enter__(self) -> Flaky:
+        self.open += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.open -= 1
+
+    def wait_until_ready(self) -> None:
+        self.kills -= 1
+        if self.kills >= 0:
+            raise MemoryExceededError("killed")
+
+
+def test_an_arm_killed_while_it_loads_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Flaky(kills=2)
+    monkeypatch.setattr(run, "ArmProcess", process)
+    with ExitStack() as stack:
+        run._loaded(JOB, stack)
+        assert process.open == 1
+    assert process.open == 0
+
+
+def test_an_arm_that_is_always_killed_ends_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Flaky(kills=100)
+    monkeypatch.setattr(run, "ArmProcess", process)
+    with ExitStack() as stack, pytest.raises(MemoryExceededError):
+        run._loaded(JOB, stack)
+    assert process.open == 0
+    assert process.kills == 100 - 3
