@@ -31,7 +31,7 @@ def codec(
     """Measure loss, greedy tokens, bytes and processor time of each codec of hidden states, through a chain."""
 
     def run(progress: Progress) -> Report:
-        from recipes.benchmarks.codec import bench_codec
+        from recipes.benchmarks.changes.codec import bench_codec
 
         return bench_codec(
             model,
@@ -60,7 +60,7 @@ def kv(
     """Measure what sessions with keys and values in 8 bits take, and what that changes in predictions of a text."""
 
     def run(progress: Progress) -> Report:
-        from recipes.benchmarks.kv import bench_kv
+        from recipes.benchmarks.changes.kv import bench_kv
 
         return bench_kv(model, text=text, num_pieces=pieces, length=length, new_tokens=new_tokens, progress=progress)
 
@@ -113,7 +113,7 @@ def privacy(
     """Measure the share of input tokens that a curious first server recovers from the hidden states it receives."""
 
     def run(progress: Progress) -> Report:
-        from recipes.benchmarks.privacy import bench_privacy
+        from recipes.benchmarks.changes.privacy import bench_privacy
 
         return bench_privacy(model, depths=depth or [0, 1, 2, 4, 8], documents=documents, progress=progress)
 

@@ -27,7 +27,7 @@ def placement(
     """Simulate swarms of 10, 100 and 1,000 servers that place themselves, against the best placement."""
 
     def run(progress: Progress) -> Report:
-        from recipes.benchmarks.placement import bench_placement
+        from recipes.benchmarks.places.run import bench_placement
 
         sizes = servers or [10, 100, 1000]
         return bench_placement(sizes=sizes, churn_h=churn_h, seed=seed, plot=plot, progress=progress)

@@ -96,7 +96,7 @@ def calls(
     """Measure training by calls on local servers: steps and samples over the same done here, and groups of samples."""
 
     def run(progress: Progress) -> Report:
-        from recipes.benchmarks.calls import bench_calls
+        from recipes.benchmarks.web.calls import bench_calls
 
         return bench_calls(
             model, num_servers=servers, group=group, new_tokens=new_tokens, rounds=rounds, progress=progress
@@ -119,7 +119,7 @@ def curves(
     """Train by calls on local servers, on texts and by rewards, as the example does; show both curves."""
 
     def run(progress: Progress) -> Report:
-        from recipes.benchmarks.curves import bench_curves
+        from recipes.benchmarks.web.curves import bench_curves
         from recipes.benchmarks.papers.shown import check_plot
 
         check_plot(plot)
@@ -140,7 +140,7 @@ def api(
     """Measure `swarm api` on local servers: many clients at once over one, and a conversation's second turn."""
 
     def run(progress: Progress) -> Report:
-        from recipes.benchmarks.api import bench_api
+        from recipes.benchmarks.web.chats import bench_api
 
         return bench_api(
             model,

@@ -11,8 +11,8 @@ from rich.progress import Progress
 
 from recipes.benchmarks.arms import check_directory, prompt_tokens
 from recipes.benchmarks.figures import Figure, SwarmReport
-from recipes.benchmarks.gguf_files import write_model
-from recipes.benchmarks.llama_cpp import LlamaCpp, need_llama_cpp
+from recipes.benchmarks.llama.files import write_model
+from recipes.benchmarks.llama.process import LlamaCpp, need_llama_cpp
 from recipes.benchmarks.measure import take_turns
 from recipes.benchmarks.memory_group import MemoryGroup
 from recipes.benchmarks.mixture.sides import Ours, Text, Theirs

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from recipes.benchmarks.llama_cpp import LlamaCpp
-from recipes.benchmarks.llama_cpp import Decoded as TheirRound
+from recipes.benchmarks.llama.process import LlamaCpp
+from recipes.benchmarks.llama.process import Decoded as TheirRound
 from recipes.benchmarks.measure import Arm
 from recipes.benchmarks.offload.worker import ArmProcess
 from recipes.benchmarks.offload.worker import Round as OurRound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.benchmarks.curves import CURVES
+from recipes.benchmarks.web.curves import CURVES
 from recipes.benchmarks.papers.codes import CODES
 from recipes.benchmarks.papers.crossing import CROSSING
 from recipes.benchmarks.papers.eight_bits import EIGHT_BITS

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from recipes.benchmarks.arms import local_model, prompt_tokens
-from recipes.benchmarks.gguf_files import write_model
-from recipes.benchmarks.llama_cpp import LlamaCpp, check_llama_cpp, has_llama_cpp
+from recipes.benchmarks.llama.files import write_model
+from recipes.benchmarks.llama.process import LlamaCpp, check_llama_cpp, has_llama_cpp
 from recipes.benchmarks.measure import Arm, take_turns
 from recipes.benchmarks.swarm import served_model, serving
 from recipes.benchmarks.train import batch_of_texts, prompt_gradient, timed_run

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from recipes.benchmarks.arms import decode
-from recipes.benchmarks.llama_cpp import LlamaCpp
+from recipes.benchmarks.llama.process import LlamaCpp
 from recipes.benchmarks.measure import Arm
 from recipes.benchmarks.widths.report import Measured
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from recipes.benchmarks.kv import bench_kv
+from recipes.benchmarks.changes.kv import bench_kv
 from swarm_plugins.testing.models import save_tiny
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.benchmarks.llama_cpp import LlamaCpp, check_llama_cpp
+from recipes.benchmarks.llama.process import LlamaCpp, check_llama_cpp
 from swarm_plugins.errors import ConfigError, MissingExtraError, SwarmError
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from recipes.benchmarks import placement
-from recipes.benchmarks.placement import bench_placement, upper_bound
+from recipes.benchmarks.places import run as placement
+from recipes.benchmarks.places.run import bench_placement, upper_bound
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.routing.placement import Placed
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from recipes.benchmarks import privacy
+from recipes.benchmarks.changes import privacy
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.testing.models import save_tiny
 

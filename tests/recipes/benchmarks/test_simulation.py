@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.benchmarks.simulation import Course, Scenario, mean_coverage, simulate
+from recipes.benchmarks.places.simulation import Course, Scenario, mean_coverage, simulate
 from swarm_plugins.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import pytest
 from llama_cpp_kit import save_model
 from rich.progress import Progress
 
-from recipes.benchmarks.llama_cpp import has_llama_cpp
+from recipes.benchmarks.llama.process import has_llama_cpp
 from recipes.benchmarks.widths.report import Measured, WidthsReport
 from recipes.benchmarks.widths.run import bench_widths
 from swarm_plugins.errors import ConfigError

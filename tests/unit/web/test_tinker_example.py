@@ -11,7 +11,7 @@ import pytest
 from tinker_kit import NAME, client_at, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.benchmarks.curves import CURVES
+from recipes.benchmarks.web.curves import CURVES
 
 # The SDK leaves connections to the collector of garbage.
 pytestmark = [

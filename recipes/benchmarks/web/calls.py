@@ -17,7 +17,7 @@ from tinker import types
 from torch import Tensor
 from torch.nn import functional
 
-from recipes.benchmarks.api import served
+from recipes.benchmarks.web.chats import served
 from recipes.benchmarks.arms import check_directory, prompt_tokens
 from recipes.benchmarks.figures import Figure, SwarmReport
 from recipes.benchmarks.measure import Arm, take_turns

@@ -24,7 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from recipes.benchmarks.figures import Report, new_table
 from recipes.benchmarks.pictures import check_picture, picture
 from swarm_plugins.routing.placement import Placed
-from recipes.benchmarks.simulation import Course, Scenario, mean_coverage, simulate
+from recipes.benchmarks.places.simulation import Course, Scenario, mean_coverage, simulate
 from swarm_plugins.routing.span_table import Floats
 from recipes.study.drawing import GOOD, MARK, MUTED, tidy
 

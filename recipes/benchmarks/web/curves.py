@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from recipes.benchmarks.api import served
+from recipes.benchmarks.web.chats import served
 from recipes.benchmarks.arms import check_directory
 from recipes.benchmarks.papers.shown import ROOT, Figures, Rows, Shown, ShownReport, finished
 from recipes.study.drawing import GOOD, INK, MARK, tidy

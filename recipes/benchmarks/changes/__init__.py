@@ -1,0 +1,1 @@
+"""What it changes that hidden states or caches are packed, and what they give away."""

@@ -1,0 +1,1 @@
+"""llama.cpp beside us, with the same weights."""

@@ -1,0 +1,1 @@
+"""Where servers place themselves, in simulated swarms."""
