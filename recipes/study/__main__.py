@@ -36,7 +36,7 @@ def parse() -> argparse.Namespace:
         "--stage", choices=["all", "train", "words", "cost", "report"], default="all", help="what to do"
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm, at least 3")
-    parser.add_argument("--arms", nargs="+", help="train these alone, teachers included; default: all")
+    parser.add_argument("--arms", nargs="+", help="train and report these alone, teachers included; default: all")
     parser.add_argument("--steps", type=int, default=800, help="steps of a run")
     parser.add_argument("--rows", type=int, default=8, help="sequences of a step")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,12 +58,24 @@ def judge(claim: Claim, losses: Mapping[str, Mapping[str, float]]) -> Outcome:
     )
 
 
-def collect(plan: Plan, seeds: Sequence[int], corpus: CorpusFacts, place: Place) -> dict[str, Any]:
-    """Returns the figures of all finished runs as plain data, and names those that are missing."""
+def collect(
+    plan: Plan, seeds: Sequence[int], corpus: CorpusFacts, place: Place, asked: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Returns the figures of all finished runs as plain data, and names those that are missing.
+
+    Args:
+        plan: The study.
+        seeds: Its seeds.
+        corpus: Its text.
+        place: Where its runs are.
+        asked: The arms that it has. None: all.
+    """
     arms: dict[str, Any] = {}
     missing = []
     for seed in seeds:
         for arm, run in plan.runs(seed, corpus.digest).items():
+            if asked is not None and arm not in asked:
+                continue
             found = place.result(run)
             if found is None:
                 missing.append(f"{arm}, seed {seed}")
@@ -80,9 +92,10 @@ def collect(plan: Plan, seeds: Sequence[int], corpus: CorpusFacts, place: Place)
 
 
 def outcomes(figures: Mapping[str, Any]) -> list[Outcome]:
-    """Returns the verdict on every claim."""
+    """Returns the verdict on every claim about arms that the study has."""
+    asked = {name.partition(", seed")[0] for name in figures["missing"]}.union(figures["arms"])
     losses = {arm: entry["losses"] for arm, entry in figures["arms"].items()}
-    return [judge(claim, losses) for claim in CLAIMS]
+    return [judge(claim, losses) for claim in CLAIMS if asked.issuperset(claim.arms)]
 
 
 def word_outcomes(figures: Mapping[str, Any]) -> list[Outcome]:

@@ -36,7 +36,7 @@ class Study:
         folder: Keeps runs, text and measurements; give the same one to go on.
         seeds: One run of every arm for each.
         device: ``cpu`` or ``cuda``.
-        arms: What is trained, teachers included. None: all arms.
+        arms: What is trained and reported, teachers included. None: all arms.
     """
 
     def __init__(
@@ -80,14 +80,18 @@ class Study:
 
         A study that is cut short then has many claims with all seeds, rather than all claims with few.
         """
-        arms = self.plan.runs(self.seeds[0], "")
-        if unknown := set(self.arms or ()).difference(arms):
-            raise ConfigError(f"unknown --arms {', '.join(sorted(unknown))}; known: {', '.join(arms)}")
+        arms = self._known_arms()
         claimed = {arm for claim in CLAIMS for arm in claim.arms}
         # Students last, because teachers cost time; one of the larger dense models is in no claim.
         ranks = {arm: 3 if arm not in claimed else 2 if arm.startswith("student") else 1 for arm in arms}
         pairs = [(seed, arm) for seed in self.seeds for arm in arms if self.arms is None or arm in self.arms]
         return sorted(pairs, key=lambda pair: 0 if pair[0] == self.seeds[0] else ranks[pair[1]])
+
+    def _known_arms(self) -> list[str]:
+        known = [*self.plan.runs(0, "")]
+        if unknown := set(self.arms or ()).difference(known):
+            raise ConfigError(f"unknown --arms {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+        return known
 
     def measure_cost(self, *, rounds: int = 25, tokens: int = 48, rows: int = 32) -> None:
         """Measures latency and throughput of the first seed's models; best on a quiet machine."""
@@ -109,8 +113,13 @@ class Study:
         )
 
     def report(self, output: Path) -> dict[str, Any]:
-        """Writes figures, tables and pictures of the runs that have finished, and returns the figures."""
-        figures = collect(self.plan, self.seeds, self._corpus().facts, self.place)
+        """Writes figures, tables and pictures of the runs that have finished, and returns the figures.
+
+        Raises:
+            ConfigError: If an arm is unknown.
+        """
+        self._known_arms()
+        figures = collect(self.plan, self.seeds, self._corpus().facts, self.place, self.arms)
         figures["machine"] = _machine(self.place.device)
         if self._file("words").exists():
             figures["words"] = json.loads(self._file("words").read_text())

@@ -102,6 +102,15 @@ def test_missing_runs_are_named_and_show_nothing(tmp_path: Path, monkeypatch: py
     assert len(re.findall(r"\| not run \|", tables)) == len(CLAIMS)
 
 
+def test_a_study_of_some_arms_reports_those_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = make_corpus(tmp_path, monkeypatch)
+    study = Study(tiny_plan(steps=2), folder=tmp_path, seeds=range(1), arms=["dense", "standard"])
+    train(study.plan.runs(0, corpus.facts.digest)["dense"], corpus, study.place)
+    figures = study.report(tmp_path / "report")
+    assert figures["missing"] == ["standard, seed 0"]
+    assert [one.claim.name for one in outcomes(figures)] == ["MoE beats dense"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -111,12 +120,16 @@ def test_missing_runs_are_named_and_show_nothing(tmp_path: Path, monkeypatch: py
             lambda folder: Study(tiny_plan(), folder=folder, seeds=[0], arms=["moe"]).train(jobs=1),
             "unknown --arms moe; ",
         ),
+        (
+            lambda folder: Study(tiny_plan(), folder=folder, seeds=[0], arms=["moe"]).report(folder),
+            "unknown --arms moe; ",
+        ),
         (lambda folder: run_all([a_student()], Place(folder), jobs=1, on_end=print), "waits for a teacher that is not"),
         (lambda _: tiny_plan(steps=0), "steps must be at least 1, got 0"),
         (lambda _: dataclasses.replace(tiny_plan(), width=50), "width 50 makes a model of width 50, .* multiple of 96"),
         (lambda folder: load_corpus(folder, 100), "vocab_size must be at least 257"),
     ],
-    ids=["jobs", "seeds", "arms", "teacher", "steps", "width", "vocabulary"],
+    ids=["jobs", "seeds", "arms", "reported", "teacher", "steps", "width", "vocabulary"],
 )
 def test_settings_that_cannot_work_are_named(
     wrong: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
