@@ -89,7 +89,7 @@ def random_model(name: str, width: int) -> PRMoEForCausalLM:
     model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     with torch.no_grad():
         # As usual, they would be small next to what layers add, which is alike for all tokens.
-        model.get_input_embeddings().weight.normal_()
+        model.get_parameter("model.embed_tokens.weight").normal_()
     return model
 
 
