@@ -83,10 +83,13 @@ def dense_at_equal_loss(losses: Mapping[str, float], costs: Mapping[str, Mapping
 
 
 def add_cost(figures: dict[str, Any], costs: Mapping[str, Mapping[str, float]], how: Mapping[str, Any]) -> None:
-    """Adds measured costs and the dense models of equal loss to a study's figures."""
+    """Adds measured costs, and the dense models of equal loss, of the arms that a study's figures have, if any."""
+    costs = {arm: cost for arm, cost in costs.items() if arm in figures["arms"]}
+    if not costs:
+        return
     measured = [figures["arms"][arm]["losses"] for arm in costs]
     # Seeds differ more than arms: only those that all of the models have.
-    seeds = sorted(set.intersection(*map(set, measured))) if measured else []
+    seeds = sorted(set.intersection(*map(set, measured)))
     losses = {arm: statistics.fmean(figures["arms"][arm]["losses"][seed] for seed in seeds) for arm in costs if seeds}
     figures["cost"] = {
         "how": dict(how),

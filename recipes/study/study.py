@@ -122,7 +122,7 @@ class Study:
         figures = collect(self.plan, self.seeds, self._corpus().facts, self.place, self.arms)
         figures["machine"] = _machine(self.place.device)
         if self._file("words").exists():
-            figures["words"] = json.loads(self._file("words").read_text())
+            words.add_words(figures, json.loads(self._file("words").read_text()))
         if self._file("cost").exists():
             found = json.loads(self._file("cost").read_text())
             cost.add_cost(figures, found["arms"], found["how"])

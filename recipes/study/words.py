@@ -105,6 +105,12 @@ def measure(plan: Plan, seeds: Sequence[int], corpus: Corpus, place: Place) -> d
     return {"passages": len(some), "arms": arms}
 
 
+def add_words(figures: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Adds what was measured to a study's figures, of the arms that it has; nothing if it has none of them."""
+    if arms := {arm: shares for arm, shares in found["arms"].items() if arm in figures["arms"]}:
+        figures["words"] = {**found, "arms": arms}
+
+
 def missed(words: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns the words that are missed, in percent, by arm and seed."""
     return {arm: {seed: 100 * (1 - share) for seed, share in shares.items()} for arm, shares in words["arms"].items()}

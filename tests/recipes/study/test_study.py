@@ -77,6 +77,12 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
     for picture in ("prmoe-claims.svg", "prmoe-curves.svg", "prmoe-cost.svg"):
         assert "</svg>" in (tmp_path / "report" / picture).read_text()
 
+    few = Study(study.plan, folder=tmp_path, seeds=study.seeds, arms=["dense", "standard"]).report(tmp_path / "few")
+    assert few["cost"]["arms"].keys() == few["words"]["arms"].keys() == {"dense", "standard"}
+    assert "MoE names more last words than dense" in as_markdown(few)
+    none = Study(study.plan, folder=tmp_path, seeds=study.seeds, arms=["top-1", "top-2"]).report(tmp_path / "none")
+    assert not {"words", "cost"} & none.keys()
+
 
 def test_every_arm_trains_and_every_claim_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = make_corpus(tmp_path, monkeypatch)
