@@ -24,7 +24,7 @@ from transformers import MixtralConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from recipes.benchmarks.figures import Report, goal_cells, new_table
+from recipes.benchmarks.figures import Goal, Report, goals_table, new_table
 from recipes.benchmarks.measure import Arm, interleave
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.moe import Routing, combine
@@ -68,20 +68,6 @@ class Cell:
         return ours / min(found) if found and ours is not None else None
 
 
-class Goal(NamedTuple):
-    """A goal and what was measured."""
-
-    name: str
-    value: float
-    goal: float
-    is_upper_bound: bool
-
-    @property
-    def reached(self) -> bool:
-        """Whether the goal is reached."""
-        return self.value <= self.goal if self.is_upper_bound else self.value >= self.goal
-
-
 @dataclass(kw_only=True)
 class DispatchReport(Report):
     """Times of all cells."""
@@ -98,12 +84,13 @@ class DispatchReport(Report):
             for cell in self.cells:
                 ratio = cell.over(PADDED) if cell.setting == setting else None
                 if ratio is not None:
-                    goals.append(Goal(name, 1 / ratio, 20 if setting.part == "routing" else 10, False))
+                    goals.append(Goal(name=name, value=1 / ratio, goal=20 if setting.part == "routing" else 10))
         for what in PASSES:
             ratios = [cell.over(*THEIRS) for cell in self.cells if cell.setting[:2] == ("layer", what)]
             found = [one for one in ratios if one is not None]
             if found:
-                goals.append(Goal(f"{what}, worst cell: table over the best of transformers", max(found), 1.1, True))
+                name = f"{what}, worst cell: table over the best of transformers"
+                goals.append(Goal(name=name, value=max(found), goal=1.1, is_upper_bound=True))
         times = {
             cell.setting.experts: cell.times_ms[OURS] or 0.0
             for cell in self.cells
@@ -111,7 +98,8 @@ class DispatchReport(Report):
         }
         if len(times) > 1:
             ratio = times[max(times)] / times[min(times)]
-            goals.append(Goal(f"skewed routing, {max(times)} over {min(times)} experts: table", ratio, 1.5, True))
+            name = f"skewed routing, {max(times)} over {min(times)} experts: table"
+            goals.append(Goal(name=name, value=ratio, goal=1.5, is_upper_bound=True))
         return goals
 
     def tables(self) -> Iterator[Table]:
@@ -133,16 +121,12 @@ class DispatchReport(Report):
                     "" if padded is None else f"{1 / padded:.1f}",
                 )
             yield table
-        table = new_table("goals", ("what", "measured", "goal", ""), names=("what", ""))
-        for one in self.goals():
-            verdict = goal_cells(f"{one.goal:g}", one.reached, is_upper_bound=one.is_upper_bound)
-            table.add_row(one.name, f"{one.value:.2f}", *verdict)
-        yield table
+        yield goals_table(self.goals())
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report in JSON types."""
         cells = [{**cell.setting._asdict(), "times_ms": cell.times_ms} for cell in self.cells]
-        goals = [{**one._asdict(), "reached": one.reached} for one in self.goals()]
+        goals = [one.as_dict() for one in self.goals()]
         return {**asdict(self), "cells": cells, "goals": goals}
 
 

@@ -10,14 +10,21 @@ from recipes.study.arms import CLAIMS, Claim, Plan
 from recipes.study.corpus import CorpusFacts
 from recipes.study.intervals import Interval, t_interval
 from recipes.study.training import Place
-from recipes.study.verdicts import FEWEST_SEEDS, plus_minus, with_limits
+from recipes.study.verdicts import Finding, finding, plus_minus, with_limits
 from recipes.study import words
+from recipes.study.markdown import markdown_table
 
 SHOWN = "shown"
 NOT_SHOWN = "not shown"
 OPPOSITE = "not shown; the opposite was measured"
 TOO_FEW = "not shown; too few seeds"
 MISSING = "not run"
+_WORDS = {
+    Finding.SHOWN: SHOWN,
+    Finding.NOT_SHOWN: NOT_SHOWN,
+    Finding.OPPOSITE: OPPOSITE,
+    Finding.TOO_FEW: TOO_FEW,
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,7 @@ class Outcome:
     @property
     def verdict(self) -> str:
         """``shown`` only if the whole interval supports the claim."""
-        if self.evidence is None:
-            return MISSING
-        if self.evidence.count < FEWEST_SEEDS:
-            return TOO_FEW
-        if self.evidence.is_above_zero:
-            return SHOWN
-        return OPPOSITE if self.evidence.is_below_zero else NOT_SHOWN
+        return MISSING if self.evidence is None else _WORDS[finding(self.evidence)]
 
 
 def judge(claim: Claim, losses: Mapping[str, Mapping[str, float]]) -> Outcome:
@@ -93,15 +94,19 @@ def collect(
 
 def outcomes(figures: Mapping[str, Any]) -> list[Outcome]:
     """Returns the verdict on every claim about arms that the study has."""
-    asked = {name.partition(", seed")[0] for name in figures["missing"]}.union(figures["arms"])
     losses = {arm: entry["losses"] for arm, entry in figures["arms"].items()}
-    return [judge(claim, losses) for claim in CLAIMS if asked.issuperset(claim.arms)]
+    return [judge(claim, losses) for claim in _about(figures, CLAIMS)]
 
 
 def word_outcomes(figures: Mapping[str, Any]) -> list[Outcome]:
     """Returns the verdict on every claim about last words; differences are in percentage points."""
     missed = words.missed(figures["words"])
-    return [judge(claim, missed) for claim in words.CLAIMS]
+    return [judge(claim, missed) for claim in _about(figures, words.CLAIMS)]
+
+
+def _about(figures: Mapping[str, Any], claims: Sequence[Claim]) -> list[Claim]:
+    arms = {name.partition(", seed")[0] for name in figures["missing"]}.union(figures["arms"])
+    return [claim for claim in claims if arms.issuperset(claim.arms)]
 
 
 def as_markdown(figures: Mapping[str, Any]) -> str:
@@ -144,7 +149,7 @@ def _budget(figures: Mapping[str, Any]) -> str:
             f"{how['load_before']:.1f} before, {how['load_after']:.1f} after"
         )
         rows.append(("cost", text))
-    return _table(("budget", ""), rows)
+    return markdown_table(("budget", ""), rows)
 
 
 def _claims(found: Sequence[Outcome], digits: int = 4) -> str:
@@ -159,7 +164,7 @@ def _claims(found: Sequence[Outcome], digits: int = 4) -> str:
         )
         for one in found
     ]
-    return _table(("claim", "paper", "difference", "judged", "seeds", "verdict"), rows)
+    return markdown_table(("claim", "paper", "difference", "judged", "seeds", "verdict"), rows)
 
 
 def _arms(figures: Mapping[str, Any]) -> str:
@@ -172,7 +177,7 @@ def _arms(figures: Mapping[str, Any]) -> str:
         limits = f"{min(losses):.4f} to {max(losses):.4f}"
         rows.append((arm, experts, entry["width"], size, plus_minus(losses), limits, len(losses), f"{cpu:.0f}"))
     heads = ("arm", "experts by layer", "width", "parameters", "loss", "lowest to highest", "seeds", "CPU s a run")
-    return _table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def _words(figures: Mapping[str, Any]) -> str:
@@ -181,7 +186,7 @@ def _words(figures: Mapping[str, Any]) -> str:
         shares = [100 * share for share in by_seed.values()]
         limits = f"{min(shares):.2f} to {max(shares):.2f} %"
         rows.append((arm, f"{plus_minus(shares, digits=2)} %", limits, len(shares)))
-    return _table(("arm", "last words", "lowest to highest", "seeds"), rows)
+    return markdown_table(("arm", "last words", "lowest to highest", "seeds"), rows)
 
 
 def _costs(figures: Mapping[str, Any]) -> str:
@@ -196,7 +201,7 @@ def _costs(figures: Mapping[str, Any]) -> str:
         for arm, one in figures["cost"]["dense_at_equal_loss"].items()
     ]
     heads = ("model", "loss", "parameters", "decode, ms/token", "CPU ms", "batched, tokens/s", "tokens/CPU s")
-    return _table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def _speeds(one: Mapping[str, float]) -> tuple[str, str, str, str]:
@@ -210,8 +215,3 @@ def _speeds(one: Mapping[str, float]) -> tuple[str, str, str, str]:
 
 def _with_range(interval: Interval | None, digits: int) -> str:
     return "-" if interval is None else with_limits(interval, digits=digits)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

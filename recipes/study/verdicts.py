@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import StrEnum
 
 from recipes.study.intervals import Interval, t_interval
 
@@ -16,14 +17,27 @@ def paired(better: Sequence[float], other: Sequence[float]) -> Interval:
     return t_interval([theirs - ours for ours, theirs in zip(better, other, strict=True)])
 
 
+class Finding(StrEnum):
+    """What an interval says about a claim that holds where the difference is positive."""
+
+    SHOWN = "shown"
+    NOT_SHOWN = "not shown"
+    OPPOSITE = "the opposite"
+    TOO_FEW = "not shown, too few pairs"
+
+
+def finding(interval: Interval) -> Finding:
+    """Returns ``SHOWN`` only if the whole interval is above zero."""
+    if interval.count < FEWEST_SEEDS:
+        return Finding.TOO_FEW
+    if interval.is_above_zero:
+        return Finding.SHOWN
+    return Finding.OPPOSITE if interval.is_below_zero else Finding.NOT_SHOWN
+
+
 def verdict(claim: str, interval: Interval, *, unit: str = "", digits: int = 4) -> str:
     """Returns the sentence on a claim that holds where a difference is positive: shown, not shown, or the opposite."""
-    if interval.count < FEWEST_SEEDS:
-        found = "Not shown, too few pairs"
-    elif interval.is_above_zero:
-        found = "Shown"
-    else:
-        found = "The opposite" if interval.is_below_zero else "Not shown"
+    found = finding(interval).capitalize()
     return f"{found}: {claim} ({with_limits(interval, digits=digits)}{unit}, n = {interval.count})."
 
 

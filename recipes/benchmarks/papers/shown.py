@@ -13,6 +13,7 @@ from rich.table import Table
 
 from recipes.benchmarks.figures import Report, new_table
 from recipes.benchmarks.pictures import check_picture, picture
+from recipes.study.markdown import markdown_table
 
 Figures = Mapping[str, Any]
 """What a command measured, as JSON keeps it."""
@@ -28,8 +29,7 @@ class Rows(NamedTuple):
 
     def as_markdown(self) -> str:
         """Returns the table as pages have it."""
-        lines = [self.heads, ["---"] * len(self.heads), *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown_table(self.heads, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
