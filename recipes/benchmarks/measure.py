@@ -165,5 +165,10 @@ def _machine_cpu_s() -> float:
 
 
 def _own_cpu_s() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    """Returns the CPU seconds of this process and of all its descendants, those too that have ended."""
+    total = 0.0
+    for process in process_tree([os.getpid()]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recipes.benchmarks.command import Json, ModelFolder, NewTokens, Rounds, Servers, measure
+from recipes.benchmarks.command import Json, ModelFolder, NewTokens, Servers, measure
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from recipes.benchmarks.figures import Report
 
 Plot = Annotated[Path | None, typer.Option(help="Also draw the figures to this file, an SVG.", dir_okay=False)]
+Rounds = Annotated[int, typer.Option(help="Rounds, whose mean and interval are shown.", min=1, max=1000)]
 Models = Annotated[list[Path], typer.Option(help="Directory of a model; repeatable.", exists=True, file_okay=False)]
 PRMoE = Annotated[
     Path | None, typer.Option(help="Folder for a small PR-MoE that is trained first, in minutes.", file_okay=False)

@@ -80,7 +80,10 @@ def bench_crossing(
         offloaded[str(share)] = {"size": size, "memory": report.budget_bytes, "disk": disk, "rates": rates}
     figures = {"servers": num_servers, "swarm": swarm, "offloaded": offloaded}
     shown = ShownReport(command="benchmark crossing", model=directory.resolve().name, shown=CROSSING, figures=figures)
-    shown.notes.append(f"{num_servers} servers in float32; {rounds} rounds of {new_tokens} tokens, equal everywhere")
+    shown.notes.append(
+        f"{num_servers} servers in float32; {rounds} rounds of {new_tokens} tokens: the swarm's are the local model's, "
+        "and those of the offloaded models are the same"
+    )
     return finished(shown, plot)
 
 

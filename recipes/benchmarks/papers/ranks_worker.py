@@ -103,6 +103,7 @@ def _process(rank: int, layer: Layer, folder: str, answers: Any) -> None:
         store = dist.FileStore(str(Path(folder) / "store"), layer.ranks)  # type: ignore[attr-defined]
         options = {"store": store, "rank": rank, "world_size": layer.ranks}
         dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S), **options)  # type: ignore[arg-type]
+        _pass(layer, layer.seeds)  # connects the ranks
         answers.put((rank, [_pass(layer, seed) for seed in range(layer.seeds)]))
         dist.barrier()
         dist.destroy_process_group()

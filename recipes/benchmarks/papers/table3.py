@@ -1,7 +1,8 @@
 """Table 3 of Petals (Borzunov et al. 2022): steps and tokens a second on three networks, through 3 and 12 servers.
 
-Servers are in this process, and their blocks wait instead of computing: what is measured is real hidden states, packed
-in 8 bits, on real clocks, over lines with a delay and a rate. The model is made at random.
+Servers are in this process. Their blocks compute a small random model, and then wait as long as a large one would take,
+whatever the context: what is measured is real hidden states, packed in 8 bits, on real clocks, over lines with a delay
+and a rate.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, f
 from recipes.study.verdicts import plus_minus, verdict
 from recipes.benchmarks.swarm import model_on
 from recipes.study.drawing import GOOD, INK, MARK, MUTED, tidy
-from recipes.study.intervals import t_interval
+from recipes.study.intervals import t_interval, welch_interval
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.transport.codec import packed_bytes
@@ -243,9 +244,10 @@ def _first(row: Mapping[str, Any]) -> Sequence[float]:
 
 
 def _kept(claim: str, place: str, before: Sequence[float], after: Sequence[float], least: float) -> str:
-    """Says whether ``after`` is more than ``least`` times ``before``. Rounds are pairs: their prompts are the same."""
-    shares = [two / one - least for one, two in zip(before, after, strict=True)]
-    return verdict(f"{claim}, {place}", t_interval(shares), unit=f" above {least:g}", digits=2)
+    """Says whether ``after`` is more than ``least`` times ``before``, which were measured one after the other."""
+    scale = statistics.fmean(before)
+    interval = welch_interval([one / scale for one in after], [least * one / scale for one in before])
+    return verdict(f"{claim}, {place}", interval, unit=f" above {least:g}", digits=2)
 
 
 def _draw(figures: Figures, figure: Any) -> None:

@@ -96,6 +96,16 @@ def test_bystanders_are_what_the_machine_did_less_what_we_did(monkeypatch: pytes
     assert Bystanders().cores() == pytest.approx((15.0 - 5.0) / 10.0)
 
 
+def test_children_that_live_are_no_bystanders() -> None:
+    work = "import sys, time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\nsys.stdin.read()"
+    before = measure._own_cpu_s()
+    with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert measure._own_cpu_s() - before >= 0.4
+        child.communicate()
+
+
 def test_a_process_named_twice_counts_once() -> None:
     assert len({one.pid for one in process_tree([os.getpid()] * 2)}) == len(process_tree([os.getpid()] * 2))
 
