@@ -130,17 +130,16 @@ def _loaded(
         if isinstance(model, PeftModel):
             replace_expressions(config, adapter.label, model.get_base_model())
             config.inference_mode = not is_trainable
-            model.add_adapter(adapter_name, config)
-            if is_trainable:
-                model.set_requires_grad(adapter_name)
-            model.load_adapter(folder, adapter_name, is_trainable=is_trainable)
-            model.set_adapter(adapter_name)
-            return model
-        replace_expressions(config, adapter.label, model)
-        with without_peft_deprecation():
-            return PeftModel.from_pretrained(
-                model, folder, adapter_name=adapter_name, is_trainable=is_trainable, config=config
-            )
+            loaded = _joined(model, folder, adapter_name, config)
+        else:
+            replace_expressions(config, adapter.label, model)
+            with without_peft_deprecation():
+                loaded = PeftModel.from_pretrained(
+                    model, folder, adapter_name=adapter_name, is_trainable=is_trainable, config=config
+                )
+        if config.is_prompt_learning:
+            loaded.prompt_encoder[adapter_name].requires_grad_(is_trainable)  # PEFT leaves it trainable
+        return loaded
     except SwarmError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as exc:
@@ -148,6 +147,18 @@ def _loaded(
             f"{adapter.label} does not fit the model ({one_line(exc, with_kind=True)}); load it into a "
             f"fresh copy of {adapter.base_name or 'the base that it was made for'}"
         ) from exc
+
+
+def _joined(model: PeftModel, folder: str, name: str, config: PeftConfig) -> PeftModel:
+    model.add_adapter(name, config)
+    try:
+        model.load_adapter(folder, name, is_trainable=not config.inference_mode)
+        model.set_adapter(name, inference_mode=config.inference_mode)
+    except BaseException:
+        # Otherwise the name stays taken, by an adapter of random weights.
+        model.delete_adapter(name)
+        raise
+    return model
 
 
 def _check_copies(model: nn.Module, adapter: AdapterFolder, saved: Collection[str]) -> None:

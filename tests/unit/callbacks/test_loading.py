@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import load_adapter
@@ -94,6 +95,37 @@ def test_it_joins_other_adapters_and_is_active(
         assert torch.equal(model(input_ids=tokens).logits, expected(input_ids=tokens).logits)
     with pytest.raises(ConfigError, match=r"has an adapter named 'second' already \(it has first, second\)"):
         load_adapter(model, folder, adapter_name="second")
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_one_that_joins_others_is_frozen_unless_it_shall_be_trained(
+    is_trainable: bool, folder: Path, base_dir: Path
+) -> None:
+    first = load_adapter(AutoModelForCausalLM.from_pretrained(base_dir), folder)
+    model = load_adapter(first, folder, adapter_name="second", is_trainable=is_trainable)
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert bool(trained) == is_trainable
+    assert all(".second." in name for name in trained)
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_a_prompt_joins_a_prompt(is_trainable: bool, base_dir: Path, tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base_dir), config).save_pretrained(tmp_path)
+    first = load_adapter(AutoModelForCausalLM.from_pretrained(base_dir), tmp_path)
+    model = load_adapter(first, tmp_path, adapter_name="second", is_trainable=is_trainable)
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert trained == (["prompt_encoder.second.embedding.weight"] if is_trainable else [])
+
+
+def test_one_that_cannot_join_leaves_its_name_free(folder: Path, base_dir: Path, tmp_path: Path) -> None:
+    odd = shutil.copytree(folder, tmp_path / "odd")
+    config = json.loads((odd / "adapter_config.json").read_text())
+    (odd / "adapter_config.json").write_text(json.dumps({**config, "r": 3}))
+    model = load_adapter(AutoModelForCausalLM.from_pretrained(base_dir), folder)
+    with pytest.raises(CheckpointError, match=r"does not fit the model .*size mismatch"):
+        load_adapter(model, odd, adapter_name="second")
+    assert load_adapter(model, folder, adapter_name="second").active_adapter == "second"
 
 
 def test_it_can_be_trained_further(folder: Path, base_dir: Path) -> None:
