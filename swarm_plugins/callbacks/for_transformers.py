@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,16 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
             ConfigError: If the model has none.
         """
         self._metrics: dict[str, Any] = {}
+        for earlier in state.log_history:  # of a run that is resumed
+            if any(name.startswith("eval_") for name in earlier):  # not one of the training
+                self.improves(*self._monitored(args, earlier), earlier)
         if state.is_world_process_zero and model is not None:
             self.begin(model, Path(args.output_dir))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Publishes if the monitored metric has improved."""
         self._metrics = dict(metrics or {})
-        monitor, mode = self.monitor, self.mode
-        if monitor is None and args.metric_for_best_model is not None:
-            monitor, mode = args.metric_for_best_model, "max" if args.greater_is_better else "min"
-        if monitor is not None and monitor not in self._metrics:
-            monitor = f"eval_{monitor}"
+        monitor, mode = self._monitored(args, self._metrics)
         self.publish_if_best(monitor, mode, state.global_step, self._all_metrics(state))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -47,6 +47,13 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
         if "end" in self.on:
             self.publish("end", state.global_step, self._all_metrics(state))
         self.finish()
+
+    def _monitored(self, args: Any, metrics: Mapping[str, Any]) -> tuple[str | None, str]:
+        """Returns the metric's name in the metrics, and what is better."""
+        monitor, mode = self.monitor, self.mode
+        if monitor is None and args.metric_for_best_model is not None:
+            monitor, mode = args.metric_for_best_model, "max" if args.greater_is_better else "min"
+        return monitor if monitor is None or monitor in metrics else f"eval_{monitor}", mode
 
     def _all_metrics(self, state: Any) -> dict[str, Any]:
         losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)

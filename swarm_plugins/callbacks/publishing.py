@@ -149,12 +149,16 @@ class Publishing:
 
     def publish_if_best(self, monitor: str | None, mode: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Publishes if the monitored metric is at a new best."""
-        value = _number(metrics.get(monitor)) if monitor is not None else None
-        if value is None or "best" not in self.on:
-            return
-        if self.best is None or (value < self.best if mode == "min" else value > self.best):
-            self.best = value
+        if "best" in self.on and self.improves(monitor, mode, metrics):
             self.publish("best", step, metrics)
+
+    def improves(self, monitor: str | None, mode: str, metrics: Mapping[str, Any]) -> bool:
+        """Returns whether the monitored metric is at a new best, and remembers it."""
+        value = _number(metrics.get(monitor)) if monitor is not None else None
+        if value is None or (self.best is not None and (value >= self.best if mode == "min" else value <= self.best)):
+            return False
+        self.best = value
+        return True
 
     def finish(self) -> None:
         """Waits up to ``finish_s`` for pending uploads and evaluations."""

@@ -134,7 +134,8 @@ def test_saves_that_lightning_does_not_tell_of_are_mentioned(
 
 
 def hf_trainer(model: Any, folder: Path, callback: Any, **options: Any) -> Trainer:
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 100, (4, 12))]
+    drawn = torch.randint(3, 100, (4, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in drawn]
     settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", **options}
     args = TrainingArguments(
         output_dir=str(folder),
@@ -160,6 +161,21 @@ def test_transformers_publishes_at_saves_and_at_the_best(hub: LocalHub, adapted:
     assert {"train_loss", "eval_loss"} <= manifest.metrics.keys()
     assert not [name for name in manifest.metrics if "runtime" in name or "second" in name]
     assert callback.best == run.state.best_metric
+
+
+def test_transformers_resumed_publishes_only_what_is_better(hub: LocalHub, adapted: Adapted, tmp_path: Path) -> None:
+    # The wrong way round, so that the first evaluation stays the best one.
+    options = {"metric_for_best_model": "loss", "greater_is_better": True}
+
+    def callback() -> HubAdapterTrainerCallback:
+        return HubAdapterTrainerCallback("me/adapter", on=["best"], endpoint=hub.endpoint, token="token", retries=FAST)
+
+    first, second = callback(), callback()
+    hf_trainer(adapted(), tmp_path, first, **options).train()
+    assert len(first.pushed) == 1
+    hf_trainer(adapted(), tmp_path, second, max_steps=6, **options).train(resume_from_checkpoint=True)
+    assert second.pushed == []
+    assert second.best == first.best
 
 
 def test_transformers_with_the_best_model_at_the_end_publishes_that(
