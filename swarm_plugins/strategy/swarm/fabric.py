@@ -16,8 +16,8 @@ from swarm_plugins.strategy.swarm.member import SwarmMember
 from swarm_plugins.strategy.swarm.state import (
     KEY,
     KEY_OF_RUN,
-    check_base,
-    describe_base,
+    check_bases,
+    describe_bases,
     load_trained,
     trained_state,
 )
@@ -125,7 +125,7 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Saves a checkpoint that names the version of the base model."""
         modules = _placed_in(state)
-        described = {**state, KEY: describe_base(modules[0])} if modules else state
+        described = {**state, KEY: describe_bases(modules)} if modules else state
         if modules and self.shared_run is not None:
             described = {**described, KEY_OF_RUN: self.shared_run.state_dict()}
         super().save_checkpoint(path, described, *args, **kwargs)
@@ -141,12 +141,11 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         """
         check_weights_only(weights_only)
         described: dict[str, Any] = {}
-        modules = _placed_in(state) if isinstance(state, dict) else []
+        modules = _placed_in(state) if isinstance(state, dict) else {}
         if modules or not state:
             with readable(path):
                 described = super().load_checkpoint(path, weights_only=True)
-        for module in modules:
-            check_base(described, module)
+        check_bases(described, modules)
         if state:
             # A second time (it is small): a refused checkpoint must not change anything.
             described = super().load_checkpoint(path, state, strict, weights_only=True)
@@ -155,5 +154,5 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         return described
 
 
-def _placed_in(state: Mapping[str, Any]) -> list[nn.Module]:
-    return [value for value in state.values() if isinstance(value, nn.Module) and is_placed(value)]
+def _placed_in(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    return {name: value for name, value in state.items() if isinstance(value, nn.Module) and is_placed(value)}

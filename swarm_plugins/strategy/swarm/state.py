@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -59,6 +60,25 @@ def load_trained(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -
 def describe_base(module: nn.Module) -> dict[str, Any]:
     """Returns a checkpoint's description of its base, in plain strings that load without trusting the file."""
     return {"version": __version__, "base": [str(version) for version in base_versions(module)]}
+
+
+def describe_bases(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Returns a description of the bases of several modules, each by the name that it has in the checkpoint."""
+    found = {name: describe_base(module)["base"] for name, module in modules.items()}
+    return {"version": __version__, "base": list(dict.fromkeys(itertools.chain(*found.values()))), "bases": found}
+
+
+def check_bases(checkpoint: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+    """Checks that a checkpoint was trained on these base models, each module on its own.
+
+    Raises:
+        CheckpointError: If one was trained on another.
+    """
+    described = checkpoint.get(KEY)
+    own = described.get("bases") if isinstance(described, Mapping) else None
+    for name, module in modules.items():
+        known = isinstance(own, Mapping) and name in own
+        check_base({KEY: {"base": own[name]}} if known else checkpoint, module)  # type: ignore[index]
 
 
 def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import find_layers
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.strategy.reading import readable
+from swarm_plugins.strategy.swarm import state
 from swarm_plugins.strategy.swarm.inspection import base_versions, check_placed, check_trainable, is_placed
 from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, trained_state
 from swarm_plugins.testing.models import tiny_model
@@ -102,6 +103,19 @@ def test_the_name_of_the_base_does_not_matter_its_content_does(module: Head) -> 
     other = "tiny@local-" + "b" * 40
     with pytest.raises(CheckpointError, match=rf"trained on {other}, but the model here is {VERSION}.*revision="):
         check_base({KEY: {"base": [other]}}, module)
+
+
+def test_modules_on_different_bases_are_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, reward = nn.Linear(2, 2), nn.Linear(2, 2)
+    bases = {policy: VERSION, reward: ModelVersion("other", "0" * 40)}
+    monkeypatch.setattr(state, "base_versions", lambda module: [bases[module]])
+    described = {KEY: state.describe_bases({"policy": policy, "reward": reward})}
+    state.check_bases(described, {"policy": policy, "reward": reward})
+    state.check_bases(described, {"reward": reward})
+    with pytest.raises(CheckpointError, match=r"was trained on other@0.*, but the model here is"):
+        state.check_bases(described, {"policy": policy, "reward": policy})
+    # Files of earlier versions name one base.
+    state.check_bases({KEY: state.describe_base(policy)}, {"policy": policy})
 
 
 @pytest.mark.parametrize("checkpoint", [{}, {KEY: "text"}, {KEY: {"base": 3}}], ids=["none", "text", "number"])
