@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Collection
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import GitRefs, HfApi, ModelInfo, try_to_load_from_cache
+from huggingface_hub import GitRefs, HfApi, ModelInfo, constants, try_to_load_from_cache
+from huggingface_hub.file_download import repo_folder_name
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
@@ -81,16 +83,38 @@ def fetch_adapter(
             label = f"{repo_id}@{revision}"
         info = _info(api, repo_id, revision)
     except HubError as exc:
-        cached = try_to_load_from_cache(repo_id, CONFIG_FILE, cache_dir=cache_dir, revision=version)
+        if version == "latest":
+            revision = newest_tag(_cached_revisions(repo_id, cache_dir)) or "main"
+        cached = try_to_load_from_cache(repo_id, CONFIG_FILE, cache_dir=cache_dir, revision=revision)
         if exc.kind != "unreachable" or not isinstance(cached, str):
             raise
+        label = f"{repo_id}@{revision}"
         log.warning("%s; %s is taken from the cache", exc, label)
         return open_adapter(Path(cached).parent, label=label)
     names = [sibling.rfilename for sibling in info.siblings or ()]
     _check_names(label, names)
     # All of one commit, even if another is pushed now.
     paths = [fetch_file(api, repo_id, name, str(info.sha), cache_dir=cache_dir) for name in _FILES if name in names]
+    _remember(repo_id, revision, str(info.sha), cache_dir)
     return open_adapter(next(path.parent for path in paths if path is not None), label=label)
+
+
+def _remember(repo_id: str, revision: str, commit: str, cache_dir: str | Path | None) -> None:
+    """Makes the cache find a revision's commit without the Hub, as it does itself for files fetched by revision."""
+    refs = _refs(repo_id, cache_dir)
+    if revision != commit and (refs / revision).resolve().is_relative_to(refs.resolve()):
+        with contextlib.suppress(OSError):  # a cache that is only read
+            (refs / revision).parent.mkdir(parents=True, exist_ok=True)
+            (refs / revision).write_text(commit)
+
+
+def _cached_revisions(repo_id: str, cache_dir: str | Path | None) -> list[str]:
+    refs = _refs(repo_id, cache_dir)
+    return [path.name for path in refs.iterdir()] if refs.is_dir() else []
+
+
+def _refs(repo_id: str, cache_dir: str | Path | None) -> Path:
+    return Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "refs"
 
 
 def fetch_file(

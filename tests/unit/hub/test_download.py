@@ -58,6 +58,22 @@ def test_a_version_in_the_cache_serves_while_the_hub_is_down(
     assert f"bob/plain@{sha} is taken from the cache" in caplog.text
 
 
+def test_versions_in_the_cache_are_found_by_name_while_the_hub_is_down(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        push_folder(make_folder(seed), target, token="token-of-alice")
+
+    def fetched(version: str) -> tuple[Path, str]:
+        found = fetch_adapter("alice/adapter", version, endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
+        return found.folder, found.label
+
+    by_name = {version: fetched(version) for version in ("v1", "v2")}
+    hub.faults.is_down = True
+    assert {version: fetched(version) for version in by_name} == by_name
+    assert fetched("latest") == by_name["v2"]
+
+
 def test_pickled_weights_are_refused_before_anything_is_downloaded(hub: LocalHub, tmp_path: Path) -> None:
     hub.add("bob/pickled", {"adapter_config.json": CONFIG, "adapter_model.bin": b"x"})
     with pytest.raises(CheckpointError, match=r"adapter_model.bin would run code when it is read, and is refused"):
