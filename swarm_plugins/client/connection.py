@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -288,6 +289,22 @@ async def _open_lasting(config: NodeConfig) -> Network:
     network = LastingNetwork(SwarmNode(config))
     await network.start()
     return network
+
+
+_of_parent: list[SwarmConnection] = []
+
+
+def _forget_in_child() -> None:
+    """Makes a forked process open its own connections."""
+    global _connections_lock
+    _connections_lock = threading.Lock()
+    # Never collected: hivemind ends the daemon, which belongs to the parent, with the object that started it.
+    _of_parent.extend(_connections.values())
+    _connections.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @atexit.register

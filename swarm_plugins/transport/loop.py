@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -31,6 +32,8 @@ class LoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._process = 0
+        """Id of the process that has the thread: those forked from it have none."""
         self._lock = threading.RLock()
         self._awaited: dict[Future[Any], asyncio.AbstractEventLoop] = {}
         """What threads wait for: when its loop ends, none of them waits any longer."""
@@ -39,7 +42,7 @@ class LoopThread:
         """Starts the thread, also after `close`. Idempotent."""
         if self._thread is not None:
             return
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
         self._thread.start()
 
@@ -67,6 +70,12 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the loop."""
+        if self._is_in_parent:
+            coroutine.close()
+            raise TransportError(
+                "this process was forked from one that had joined the swarm, whose thread for the network it lacks: "
+                "load the model in the child process, or start it with the method 'spawn' of multiprocessing"
+            )
         with self._lock:
             if self._loop is None or self._loop.is_closed():
                 coroutine.close()
@@ -92,7 +101,7 @@ class LoopThread:
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Runs a callback on the loop if it is still running; safe to call from a garbage collector."""
         loop = self._loop
-        if loop is not None and not loop.is_closed():
+        if loop is not None and not loop.is_closed() and not self._is_in_parent:
             loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
@@ -108,6 +117,10 @@ class LoopThread:
         # An executor that could join the thread takes no more work when the interpreter ends.
         while thread is not None and thread.is_alive() and time.monotonic() < until:
             await asyncio.sleep(0.005)
+
+    @property
+    def _is_in_parent(self) -> bool:
+        return self._thread is not None and self._process != os.getpid()
 
     def _stop(self) -> threading.Thread | None:
         thread, self._thread = self._thread, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import traceback
@@ -30,6 +31,32 @@ def test_results_come_through_until_it_is_closed() -> None:
         loop.close()
         with pytest.raises(TransportError, match="the connection to the swarm is closed; load the model again"):
             loop.run(answer())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_told_to_load_the_model_itself() -> None:
+    loop = LoopThread()
+    loop.start()
+    assert loop.run(answer()) == 7
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            loop.start()
+            loop.call_soon(print)
+            os.write(writing, str(loop.run(answer())).encode())
+        except TransportError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            loop.close()
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        assert "load the model in the child process" in file.read()
+    os.waitpid(pid, 0)
+    assert loop.run(answer()) == 7
+    loop.close()
 
 
 @pytest.mark.parametrize("leave_s", [pytest.param(60.0, id="cleans-up"), pytest.param(0.0, id="has-no-time-for-it")])
