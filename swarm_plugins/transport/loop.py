@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _END_S = 5.0
 _LEAVE_S = 2.0
-"""Time for tasks to clean up when the loop ends."""
+"""Time for tasks to clean up when they are interrupted, or the loop ends."""
 
 
 class LoopThread:
@@ -87,7 +87,13 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine (which has its own deadlines) and returns its result; Ctrl-C cancels it."""
-        future = self.submit(coroutine)
+        ended = threading.Event()
+        telling = _telling(coroutine, ended)
+        try:
+            future = self.submit(telling)
+        except TransportError:
+            coroutine.close()
+            raise
         try:
             return future.result()
         except SwarmError as exc:
@@ -96,6 +102,8 @@ class LoopThread:
             raise exc.with_traceback(None) from None
         except BaseException:
             future.cancel()
+            # What it takes back on its way out, such as the tokens of a step, must not meet the next call.
+            ended.wait(_LEAVE_S)
             raise
 
     def call_soon(self, callback: Callable[[], object]) -> None:
@@ -127,3 +135,10 @@ class LoopThread:
         if self._loop is not None and thread is not None and thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
         return thread
+
+
+async def _telling(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        ended.set()

@@ -73,17 +73,18 @@ class ClientSession:
         cached = self._spans[0].history.length
         pipe = Pipe(self.servers, self._spans, inputs, cached, retries)
         try:
-            outputs = await pipe.run()
+            try:
+                outputs = await pipe.run()
+            finally:
+                self._spans = pipe.spans
+            retries.succeeded()
+            self.servers.peers.counts.passes["step"] += 1
+            await self._leave_slow(inputs.hidden.shape[0])
         except BaseException:
-            # Also when interrupted: the first spans may already have the new tokens.
-            for current in pipe.spans:
+            # Also when interrupted: the first spans may already have the new tokens, or all of them.
+            for current in self._spans:
                 current.crop(cached)
             raise
-        finally:
-            self._spans = pipe.spans
-        retries.succeeded()
-        self.servers.peers.counts.passes["step"] += 1
-        await self._leave_slow(inputs.hidden.shape[0])
         return outputs
 
     def _apply(self, ops: Sequence[CacheOp]) -> None:

@@ -78,6 +78,27 @@ def sums(tokens: int) -> list[float]:
     return [number * (number + 1) / 2 for number in range(tokens)]
 
 
+def test_a_step_that_is_interrupted_while_the_session_moves_leaves_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(servers: Servers) -> None:
+        session = ClientSession(servers, blocks=range(2))
+        inputs = SpanInputs(blocks=range(2), hidden=torch.ones(1, 1, 4))
+        await session.step(inputs, ())
+
+        async def interrupted(rows: int) -> None:
+            raise asyncio.CancelledError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "_leave_slow", interrupted)
+            with pytest.raises(asyncio.CancelledError):
+                await session.step(inputs, ())
+        assert [span.history.length for span in session._spans] == [1]
+        await session.step(inputs, ())
+        assert [span.history.length for span in session._spans] == [2]
+        await session.close()
+
+    run({"A": Server(0.1)}, use)
+
+
 def run(machines: dict[str, Server], use: Callable[[Servers], Awaitable[None]]) -> None:
     async def main() -> None:
         swarm = LocalTransport({peer: machine.handlers() for peer, machine in machines.items()})

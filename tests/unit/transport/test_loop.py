@@ -94,6 +94,39 @@ def test_who_waits_when_the_loop_ends_waits_no_longer(monkeypatch: pytest.Monkey
     assert has_cleaned_up.is_set() == (leave_s > 0)
 
 
+def test_who_interrupts_a_call_waits_until_it_has_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_LEAVE_S", 60.0)
+    loop = LoopThread()
+    loop.start()
+    has_begun, has_cleaned_up = threading.Event(), threading.Event()
+
+    async def take_back() -> None:
+        has_begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0.01)
+            has_cleaned_up.set()
+
+    def submit(coroutine: Any) -> Any:
+        future = submitting(coroutine)
+
+        def interrupted() -> None:
+            assert has_begun.wait(30.0)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(future, "result", interrupted)
+        return future
+
+    submitting = loop.submit
+    monkeypatch.setattr(loop, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(take_back())
+    assert has_cleaned_up.is_set()
+    loop.close()
+
+
 def test_an_error_arrives_without_what_lies_behind_it() -> None:
     async def fail() -> None:
         try:
