@@ -138,7 +138,9 @@ def _add_steps(router: APIRouter, service: TinkerService) -> None:
     async def forward_backward(request: Request) -> dict[str, Any]:
         if request.headers.get("content-type", "") != _PROTOBUF:
             raise ApiError(f"send a ForwardBackwardRequest, with Content-Type: {_PROTOBUF}", status=422)
-        body = read_request(await request.body())
+        raw = await request.body()
+        # In a thread: a body of many fields takes longer than other keys should wait.
+        body = await service.engine.in_turn(tenant_of(request), lambda: read_request(raw))
         session, training = service.sessions.training(tenant_of(request), body.model_id)
         return _submitted(
             service, session, (body.model_id, body.seq_id), lambda: trainers.compute(training, body), body.model_id

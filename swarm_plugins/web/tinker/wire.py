@@ -20,6 +20,8 @@ MAX_FIELDS = 1 << 16
 """Of a request, with those of all its texts."""
 _MAX_CELLS = 1 << 22
 """Of all tensors of a request once they are dense: sparse ones are small on the way."""
+_MAX_DIMS = 2
+"""Of a tensor: ``[N]`` or ``[N, K]``. The product of many large ones takes minutes, in which nothing else runs."""
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2"),
 }  # fmt: skip
@@ -61,6 +63,9 @@ def datums_of(request: Any) -> list[Datum]:
             tokens = _tokens_of(datum.model_input)
             inputs = {}
             for name, tensor in datum.loss_fn_inputs.items():
+                if len(tensor.shape) > _MAX_DIMS:
+                    shown = printable(name[:100])
+                    raise ConfigError(f"{shown} has {len(tensor.shape)} dimensions: at most {_MAX_DIMS} are possible")
                 cells = math.prod(tensor.shape) if tensor.shape else 0
                 if not 0 <= cells <= room:
                     raise ConfigError(f"the request's tensors have more than {_MAX_CELLS} cells: send less at once")

@@ -6,9 +6,11 @@ import copy
 import gc
 import json
 import random
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tinker_kit import KEYS, NAME, PROTOBUF, mutated, serving, sound
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.web.tinker.line import Line
+from swarm_plugins.web.tinker.wire import read_request
 
 PREFIX = "/api/v1"
 MOST_ASKED = 30
@@ -157,6 +160,26 @@ def test_forward_backward_takes_protobuf_only(http: httpx2.Client) -> None:
     for body in (b"\xff" * 100, b"", b"\x1a\xff\xff\xff\xff\x0f"):
         response = http.post("/forward_backward", content=body, headers=PROTOBUF)
         assert 400 <= response.status_code < 500, response.text
+
+
+def test_a_body_is_read_while_others_are_answered(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, is_answered = threading.Event(), threading.Event()
+
+    def read(body: bytes) -> Any:
+        began.set()
+        assert is_answered.wait(30)
+        return read_request(body)
+
+    monkeypatch.setattr("swarm_plugins.web.tinker.routes.read_request", read)
+    session = begin(http)
+    model = f"{session}:train:0"
+    answered(http, http.post("/create_model", json=bodies(session)["create_model"]))
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(http.post, "/forward_backward", content=sound(model), headers=PROTOBUF)
+        assert began.wait(30)
+        http.post("/session_heartbeat", json={"session_id": session}, timeout=20).raise_for_status()
+        is_answered.set()
+        answered(http, slow.result())
 
 
 def test_telemetry_is_dropped_and_without_a_key_nothing_is_answered(http: httpx2.Client) -> None:

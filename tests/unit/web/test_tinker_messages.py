@@ -85,6 +85,14 @@ def test_a_sparse_tensor_names_more_than_it_may(shape: list[int]) -> None:
         datums_of(read_request(found.SerializeToString()))
 
 
+@pytest.mark.parametrize("dimension", [1, 2**63 - 1])
+def test_dimensions_are_counted_before_they_are_multiplied(dimension: int) -> None:
+    found = request(1)
+    found.data[0].loss_fn_inputs["weights"].shape.extend([dimension] * 10)
+    with pytest.raises(ConfigError, match="datum 0 of 1: weights has 10 dimensions: at most 2 are possible"):
+        datums_of(read_request(found.SerializeToString()))
+
+
 def test_nothing_that_is_sent_ends_in_another_error() -> None:
     draw, whole = random.Random(0), request().SerializeToString()
     refused = 0
