@@ -20,6 +20,7 @@ from tinker_kit import KEYS, NAME, PROTOBUF, mutated, serving, sound
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.web.tinker.line import Line
+from swarm_plugins.web.tinker.messages import message
 from swarm_plugins.web.tinker.wire import read_request
 
 PREFIX = "/api/v1"
@@ -160,6 +161,26 @@ def test_forward_backward_takes_protobuf_only(http: httpx2.Client) -> None:
     for body in (b"\xff" * 100, b"", b"\x1a\xff\xff\xff\xff\x0f"):
         response = http.post("/forward_backward", content=body, headers=PROTOBUF)
         assert 400 <= response.status_code < 500, response.text
+
+
+@pytest.mark.parametrize("route", ["forward_backward", "optim_step"])
+def test_calls_that_wait_for_another_are_bounded_by_their_bytes(
+    route: str, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin(http)
+    answered(http, http.post("/create_model", json=bodies(session)["create_model"]))
+
+    def send(number: int) -> int:
+        """Sends 1000 bytes and some."""
+        of_model: dict[str, Any] = {"model_id": f"{session}:train:0", "seq_id": number}
+        if route == "forward_backward":
+            body = message("ForwardBackwardRequest", **of_model, loss_fn="x" * 1000).SerializeToString()
+            return http.post(f"/{route}", content=body, headers=PROTOBUF).status_code
+        return http.post(f"/{route}", json={**of_model, "adam_params": {"odd": "x" * 1000}}).status_code
+
+    most = {"forward_backward": 2500, "optim_step": 25_000}[route]
+    monkeypatch.setattr("swarm_plugins.web.tinker.futures._MAX_BYTES_OF_A_KEY", most)
+    assert [send(number) for number in (2, 3, 4)] == [200, 200, 429]
 
 
 def test_a_body_is_read_while_others_are_answered(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:

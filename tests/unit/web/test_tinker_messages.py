@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -54,6 +55,11 @@ def test_a_request_is_read() -> None:
     datums = datums_of(found)
     assert [one.tokens.tolist() for one in datums] == [[5, 6]] * 2
     assert datums[0].inputs["target_tokens"].tolist() == [6, 7]
+
+
+def test_a_request_waits_as_it_was_sent() -> None:
+    body = request().SerializeToString()
+    assert dataclasses.astuple(read_request(body)) == ("m", 1, False, body)
 
 
 def test_fields_are_counted_before_they_take_memory() -> None:
