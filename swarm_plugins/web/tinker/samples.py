@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,23 +84,35 @@ def _stops_of(stop: Sequence[str | int]) -> tuple[tuple[str, ...], tuple[int, ..
     return texts, ids
 
 
-async def drawn(engine: Engine, generation: Generation) -> Drawn:
-    """Draws samples.
+class Draws:
+    """Draws samples with an engine, of each key so many requests at once as may run.
 
-    Raises:
-        SwarmError: If servers are missing or fail.
+    Others wait here: the engine's waiting places are few, for all keys, and who finds none fails.
     """
-    scored: list[list[Scored]] = [[] for _ in range(generation.n)]
-    ended: dict[int, Finished] = {}
-    prompt: tuple[Scored, ...] = ()
-    async for event in engine.generate(generation):
-        if isinstance(event, Piece):
-            scored[event.index].extend(event.scored)
-        elif isinstance(event, Finished):
-            ended[event.index] = event
-        elif isinstance(event, PromptScored):
-            prompt = event.scored
-    return Drawn(tuple((ended[index], tuple(scored[index])) for index in range(generation.n)), prompt)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        most = engine.settings.most_of_a_key
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most))
+
+    async def draw(self, generation: Generation) -> Drawn:
+        """Returns the samples of a generation.
+
+        Raises:
+            SwarmError: If servers are missing or fail.
+        """
+        scored: list[list[Scored]] = [[] for _ in range(generation.n)]
+        ended: dict[int, Finished] = {}
+        prompt: tuple[Scored, ...] = ()
+        async with self._turns[generation.tenant]:
+            async for event in self._engine.generate(generation):
+                if isinstance(event, Piece):
+                    scored[event.index].extend(event.scored)
+                elif isinstance(event, Finished):
+                    ended[event.index] = event
+                elif isinstance(event, PromptScored):
+                    prompt = event.scored
+        return Drawn(tuple((ended[index], tuple(scored[index])) for index in range(generation.n)), prompt)
 
 
 def response_of(samples: Drawn, body: Sample, targets: Any = None) -> bytes:

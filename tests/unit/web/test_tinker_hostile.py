@@ -10,7 +10,7 @@ import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,24 @@ def test_calls_that_wait_for_another_are_bounded_by_their_bytes(
     most = {"forward_backward": 2500, "optim_step": 25_000}[route]
     monkeypatch.setattr("swarm_plugins.web.tinker.futures._MAX_BYTES_OF_A_KEY", most)
     assert [send(number) for number in (2, 3, 4)] == [200, 200, 429]
+
+
+def test_questions_of_a_key_that_are_held_are_bounded(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.access._MOST_CALLS", 2)
+    session = begin(http)
+    answered(http, http.post("/create_model", json=bodies(session)["create_model"]))
+    step = {**bodies(session)["optim_step"], "seq_id": 2}  # waits for number 1
+    asked = {"request_id": http.post("/optim_step", json=step).json()["request_id"]}
+    with ThreadPoolExecutor(3) as threads:
+        questions = [threads.submit(http.post, "/retrieve_future", json=asked) for _ in range(3)]
+        first = next(as_completed(questions)).result()
+        assert (first.status_code, first.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        # Neither its other calls nor another key's questions are held up.
+        http.post("/session_heartbeat", json={"session_id": session}).raise_for_status()
+        headers = {"X-API-Key": KEYS[1]}
+        assert http.post("/retrieve_future", json=asked, headers=headers).status_code == 410
+        http.post(f"/sessions/{session}/finish", json={}).raise_for_status()
+        assert sorted(one.result().status_code for one in questions) == [410, 410, 429]
 
 
 def test_a_body_is_read_while_others_are_answered(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:

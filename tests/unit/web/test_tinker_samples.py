@@ -1,16 +1,21 @@
-"""What a request for samples may ask of the engine."""
+"""What a request for samples may ask of the engine, and how many of a key ask it at once."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.web.engine.request import Generation
+from swarm_plugins.web.engine.request import Finished, Generation
 from swarm_plugins.web.tinker.bodies import Sample
-from swarm_plugins.web.tinker.samples import generation_of
+from swarm_plugins.web.tinker.samples import Draws, generation_of
 
 
 def generation(stop: Any) -> Generation:
@@ -37,3 +42,26 @@ def test_stops_are_texts_and_tokens() -> None:
 def test_stops_are_bounded(stop: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         generation(stop)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_key_has_so_many_requests_at_the_engine_at_once() -> None:
+    running, most, free = Counter[str](), Counter[str](), asyncio.Event()
+
+    async def generate(request: Generation) -> AsyncIterator[Finished]:
+        running[request.tenant] += 1
+        most[request.tenant] = max(most[request.tenant], running[request.tenant])
+        await free.wait()
+        running[request.tenant] -= 1
+        yield Finished(0, "stop", ())
+
+    engine: Any = SimpleNamespace(generate=generate, settings=SimpleNamespace(most_of_a_key=2))
+    draws = Draws(engine)
+    asked = [replace(generation(None), tenant=tenant) for tenant in ("anna",) * 10 + ("ben",)]
+    tasks = [asyncio.create_task(draws.draw(one)) for one in asked]
+    await asyncio.sleep(0)
+    assert running == {"anna": 2, "ben": 1}
+    free.set()
+    assert len(await asyncio.gather(*tasks)) == 11
+    assert most["anna"] == 2
