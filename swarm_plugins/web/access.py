@@ -29,9 +29,16 @@ _PAGE = "/"
 _OPEN = ("/page/", FILES)
 """The page and what needs no key begin so."""
 
+_GENERATING = "/v1/"
 _TRAINING = "/api/v1/"
-"""Training's protocol has bounds of its own: its clients ask for answers again and again, and wait for them."""
 _PROTOBUF = f"{_TRAINING}forward_backward"
+_ANSWER = f"{_TRAINING}retrieve_future"
+_MOST_CALLS = 192
+"""Most questions for answers of training's protocol that one key has at once, and most other calls of it.
+
+Its clients ask for answers again and again, and wait for them: the SDK for 64 samples of each sampler. With as many
+calls of both kinds, a key leaves a quarter of the connections that a server takes.
+"""
 
 MAX_BODY_BYTES = 4 << 20
 """Longest request."""
@@ -63,17 +70,18 @@ class Access:
         self._max_values = max_values
         # Compared by their hashes: so no comparison takes longer the more of a key is right.
         self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in settings.api_keys}
-        self._running: Counter[str] = Counter()
+        self._running: Counter[tuple[str, str]] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            tenant = self._tenant(scope)
-            if tenant and _is_counted(scope) and self._running[tenant] >= self._settings.most_of_a_key:
+            tenant, kind = self._tenant(scope), _kind_of(scope)
+            most = self._settings.most_of_a_key if kind == _GENERATING else _MOST_CALLS
+            if tenant and kind and self._running[tenant, kind] >= most:
                 raise ApiError(
-                    f"{self._running[tenant]} requests of this key are running, which is the limit: wait for one",
+                    f"{most} requests of this key are running, which is the limit: wait for one",
                     status=429,
                     code="rate_limit_exceeded",
                 )
@@ -81,12 +89,11 @@ class Access:
             await error.response()(scope, receive, send)
             return
         scope["swarm.tenant"] = tenant
-        counted = int(_is_counted(scope))
-        self._running[tenant] += counted
+        self._running[tenant, kind] += 1
         try:
             await self._app(scope, self._bounded(receive, is_json=_path(scope) != _PROTOBUF), send)
         finally:
-            self._running[tenant] -= counted
+            self._running[tenant, kind] -= 1
 
     def _tenant(self, scope: Scope) -> str:
         path = _path(scope)
@@ -146,5 +153,9 @@ def _path(scope: Scope) -> str:
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
-def _is_counted(scope: Scope) -> bool:
-    return scope["method"] == "POST" and not _path(scope).startswith(_TRAINING)
+def _kind_of(scope: Scope) -> str:
+    """Returns what a request is counted with; an empty text if it is not."""
+    path = _path(scope)
+    if path.startswith(_TRAINING):
+        return _ANSWER if path == _ANSWER else _TRAINING
+    return _GENERATING if scope["method"] == "POST" else ""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+MAX_STOPS = 16
+"""Stop texts of a request: all of them are looked at after each token of each answer, while no other one goes on."""
+MAX_STOP_CHARS = 200
+
 _HALF_A_CHARACTER = "\ufffd"
 _MOST_TOKENS = 4
 """Of one character, which has four bytes at most."""

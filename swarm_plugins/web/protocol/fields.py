@@ -16,6 +16,7 @@ from swarm_plugins.errors import printable
 from swarm_plugins.talk.sampling import Sampling, default_sampling
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Generation
+from swarm_plugins.web.engine.text import MAX_STOP_CHARS, MAX_STOPS
 from swarm_plugins.web.protocol.errors import ApiError
 
 MAX_ANSWERS = 8
@@ -23,7 +24,7 @@ MAX_ANSWERS = 8
 
 _MAX_BIASES = 1024
 
-Stop = Annotated[str, Field(min_length=1, max_length=200)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class Fields(BaseModel):
@@ -106,7 +107,7 @@ class SamplingFields(Fields):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm_plugins.errors import ConfigError, NumericError, SwarmError, UnsupportedError
+from swarm_plugins.errors import ConfigError, NumericError, SwarmError, UnsupportedError, printable
 from swarm_plugins.web.protocol.errors import ApiError, api_error
 
 Answer = bytes | dict[str, Any]
@@ -18,6 +19,7 @@ HOLD_S = 20.0
 """How long a question waits for its answer, before the client has to ask again."""
 _MAX_OF_A_KEY = 4096
 _MAX_BYTES_OF_A_KEY = 256 << 20
+"""Of requests under way and answers: 85 of the longest calls that the SDK sends."""
 
 
 @dataclass
@@ -27,7 +29,8 @@ class _Future:
     """What it goes with: a session."""
     same: Hashable
     task: asyncio.Task[Answer]
-    num_bytes: int = 0
+    num_bytes: int
+    """Of the request while it is under way, then of the answer."""
     is_read: bool = False
 
 
@@ -47,7 +50,9 @@ class Futures:
         self._by_request: dict[Hashable, str] = {}
         self._shares: dict[str, _Share] = {}
 
-    def submit(self, tenant: str, owner: Hashable, same: Hashable, work: Callable[[], Awaitable[Answer]]) -> str:
+    def submit(
+        self, tenant: str, owner: Hashable, same: Hashable, work: Callable[[], Awaitable[Answer]], num_bytes: int = 0
+    ) -> str:
         """Begins work unless the same request has come before; returns the id to ask for its answer with.
 
         Args:
@@ -55,20 +60,22 @@ class Futures:
             owner: What the answer goes with: `forget` drops all of one.
             same: Equal for the same request, sent again after its answer was lost.
             work: Computes the answer.
+            num_bytes: What the request takes until then.
 
         Raises:
-            ApiError: If too many answers of this key are under way.
+            ApiError: With status 429 if too many requests of this key are under way, or too many bytes of them.
         """
         same = (tenant, same)
         if same in self._by_request:
             return self._by_request[same]
-        share = self._shares.setdefault(tenant, _Share())
-        self._make_room(share)
+        self._make_room(tenant, num_bytes)
         request_id = uuid.uuid4().hex
         task = asyncio.get_running_loop().create_task(_answered(work))
-        self._by_id[request_id] = _Future(tenant, owner, same, task)
+        self._by_id[request_id] = _Future(tenant, owner, same, task, num_bytes)
         self._by_request[same] = request_id
+        share = self._shares.setdefault(tenant, _Share())
         share.ids[request_id] = None
+        share.num_bytes += num_bytes
         task.add_done_callback(lambda done: self._note_size(request_id, done))
         return request_id
 
@@ -105,20 +112,31 @@ class Futures:
         for request_id in list(self._by_id):
             self._drop(request_id)
 
-    def _make_room(self, share: _Share) -> None:
-        while len(share.ids) >= _MAX_OF_A_KEY or share.num_bytes > _MAX_BYTES_OF_A_KEY:
-            # Those that were fetched, else those that wait to be; never what is under way.
-            done = [known for known in share.ids if self._by_id[known].task.done()]
-            if not done:
-                raise ApiError(f"{len(share.ids)} requests of this key are under way: wait for some", status=429)
-            self._drop(next((known for known in done if self._by_id[known].is_read), done[0]))
+    def _make_room(self, tenant: str, num_bytes: int) -> None:
+        share = self._shares.get(tenant, _Share())
+        if _fit(len(share.ids), share.num_bytes + num_bytes):
+            return
+        # Those that were fetched go first, then those that wait to be; never what is under way.
+        done = [known for known in share.ids if self._by_id[known].task.done()]
+        under_way = len(share.ids) - len(done)
+        bytes_under_way = share.num_bytes - sum(self._by_id[known].num_bytes for known in done)
+        if not _fit(under_way, bytes_under_way + num_bytes):
+            raise ApiError(
+                f"{under_way} requests of this key are under way, with {bytes_under_way} bytes: wait for some",
+                status=429,
+            )
+        for known in sorted(done, key=lambda known: not self._by_id[known].is_read):
+            if _fit(len(share.ids), share.num_bytes + num_bytes):
+                return
+            self._drop(known)
 
     def _note_size(self, request_id: str, done: asyncio.Task[Answer]) -> None:
         found = self._by_id.get(request_id)
         if found is not None and not done.cancelled():
             answer = done.result()
-            found.num_bytes = len(answer) if isinstance(answer, bytes) else 0
-            self._shares[found.tenant].num_bytes += found.num_bytes
+            num_bytes = len(answer) if isinstance(answer, bytes) else len(json.dumps(answer))
+            self._shares[found.tenant].num_bytes += num_bytes - found.num_bytes
+            found.num_bytes = num_bytes
 
     def _drop(self, request_id: str) -> None:
         found = self._by_id.pop(request_id)
@@ -131,6 +149,11 @@ class Futures:
         found.task.cancel()
 
 
+def _fit(count: int, num_bytes: int) -> bool:
+    """Returns whether a key may have one more, with which it has so many bytes."""
+    return count < _MAX_OF_A_KEY and num_bytes <= _MAX_BYTES_OF_A_KEY
+
+
 async def _answered(work: Callable[[], Awaitable[Answer]]) -> Answer:
     try:
         return await work()
@@ -139,9 +162,9 @@ async def _answered(work: Callable[[], Awaitable[Answer]]) -> Answer:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Returns the protocol's answer for an error: whose it is, and one sentence."""
+    """Returns the protocol's answer for an error: whose it is, and one sentence; a long one is cut."""
     is_users = isinstance(error, ConfigError | UnsupportedError | NumericError) or (
         isinstance(error, ApiError) and error.status < 500
     )
     text = str(error) if isinstance(error, SwarmError) else str(api_error(error))
-    return {"error": text, "category": "user" if is_users else "server"}
+    return {"error": printable(text), "category": "user" if is_users else "server"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +13,15 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.talk.sampling import Sampling
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Finished, Generation, Piece, PromptScored, Scored
+from swarm_plugins.web.engine.text import MAX_STOP_CHARS, MAX_STOPS
 from swarm_plugins.web.tinker.bodies import Sample
 from swarm_plugins.web.tinker.groups import Drawn
 from swarm_plugins.web.tinker.messages import message
 
 _MAX_SAMPLES = 64
 _MAX_TOP = 20
+_MAX_STOP_TOKENS = 64
+"""Many times what chat templates have as ends of a turn."""
 _STOP, _LENGTH = 0, 1
 _EMPTY_LOGPROB = -99999.0
 
@@ -49,14 +54,15 @@ def generation_of(body: Sample, *, adapter: str | None, tenant: str, context: in
     if not 0 <= wanted <= room:
         raise ConfigError(f"max_tokens is {wanted}: after {len(tokens)} tokens of the prompt, 0 to {room} are possible")
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    texts, ids = _stops_of(stop or [])
     return Generation(
         tokens=tuple(tokens),
         max_new_tokens=wanted,
         sampling=Sampling(temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k)),
         seed=params.seed,
         n=body.num_samples,
-        stop=tuple(one for one in stop or () if isinstance(one, str)),
-        stop_tokens=tuple(one for one in stop or () if isinstance(one, int)),
+        stop=texts,
+        stop_tokens=ids,
         never_ends=stop == [],
         logprobs=top,
         score_prompt=bool(body.prompt_logprobs or body.topk_prompt_logprobs),
@@ -65,23 +71,48 @@ def generation_of(body: Sample, *, adapter: str | None, tenant: str, context: in
     )
 
 
-async def drawn(engine: Engine, generation: Generation) -> Drawn:
-    """Draws samples.
+def _stops_of(stop: Sequence[str | int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    texts = tuple(one for one in stop if isinstance(one, str))
+    ids = tuple(one for one in stop if isinstance(one, int))
+    if len(texts) > MAX_STOPS or not all(1 <= len(one) <= MAX_STOP_CHARS for one in texts):
+        raise ConfigError(
+            f"stop has {len(texts)} texts, the longest of {max(map(len, texts))} characters: at most {MAX_STOPS} of "
+            f"1 to {MAX_STOP_CHARS} are possible"
+        )
+    if len(ids) > _MAX_STOP_TOKENS:
+        raise ConfigError(f"stop has {len(ids)} tokens: at most {_MAX_STOP_TOKENS} are possible")
+    return texts, ids
 
-    Raises:
-        SwarmError: If servers are missing or fail.
+
+class Draws:
+    """Draws samples with an engine, of each key so many requests at once as may run.
+
+    Others wait here: the engine's waiting places are few, for all keys, and who finds none fails.
     """
-    scored: list[list[Scored]] = [[] for _ in range(generation.n)]
-    ended: dict[int, Finished] = {}
-    prompt: tuple[Scored, ...] = ()
-    async for event in engine.generate(generation):
-        if isinstance(event, Piece):
-            scored[event.index].extend(event.scored)
-        elif isinstance(event, Finished):
-            ended[event.index] = event
-        elif isinstance(event, PromptScored):
-            prompt = event.scored
-    return Drawn(tuple((ended[index], tuple(scored[index])) for index in range(generation.n)), prompt)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        most = engine.settings.most_of_a_key
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(most))
+
+    async def draw(self, generation: Generation) -> Drawn:
+        """Returns the samples of a generation.
+
+        Raises:
+            SwarmError: If servers are missing or fail.
+        """
+        scored: list[list[Scored]] = [[] for _ in range(generation.n)]
+        ended: dict[int, Finished] = {}
+        prompt: tuple[Scored, ...] = ()
+        async with self._turns[generation.tenant]:
+            async for event in self._engine.generate(generation):
+                if isinstance(event, Piece):
+                    scored[event.index].extend(event.scored)
+                elif isinstance(event, Finished):
+                    ended[event.index] = event
+                elif isinstance(event, PromptScored):
+                    prompt = event.scored
+        return Drawn(tuple((ended[index], tuple(scored[index])) for index in range(generation.n)), prompt)
 
 
 def response_of(samples: Drawn, body: Sample, targets: Any = None) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from swarm_plugins.web.tinker.bodies import CreateModel, LoadWeights, Sample, te
 from swarm_plugins.web.tinker.futures import Answer, Futures
 from swarm_plugins.web.tinker.groups import Groups
 from swarm_plugins.web.tinker.publishing import HubPublisher
-from swarm_plugins.web.tinker.samples import drawn, generation_of, response_of
+from swarm_plugins.web.tinker.samples import Draws, generation_of, response_of
 from swarm_plugins.web.tinker.scores import Scores
 from swarm_plugins.web.tinker.sessions import Sampler, Session, Sessions, Training
 from swarm_plugins.web.tinker.targets import target_datum, target_message
@@ -43,7 +42,7 @@ class TinkerService:
         self.futures = Futures()
         self.sessions = Sessions(self._drop)
         self._scores = Scores(models)
-        self._groups = Groups(functools.partial(drawn, engine))
+        self._groups = Groups(Draws(engine).draw)
 
     def close(self) -> None:
         """Ends all sessions; checkpoints stay."""

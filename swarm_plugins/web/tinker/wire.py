@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -16,43 +17,65 @@ from swarm_plugins.tuning.computing import Computed
 from swarm_plugins.tuning.datums import Datum, LossCall
 from swarm_plugins.web.tinker.messages import message, parsed
 
+_REQUEST = "ForwardBackwardRequest"
 MAX_FIELDS = 1 << 16
 """Of a request, with those of all its texts."""
 _MAX_CELLS = 1 << 22
 """Of all tensors of a request once they are dense: sparse ones are small on the way."""
+_MAX_DIMS = 2
+"""Of a tensor: ``[N]`` or ``[N, K]``. The product of many large ones takes minutes, in which nothing else runs."""
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2"),
 }  # fmt: skip
 _FLOAT32, _BFLOAT16 = 1, 4
 
 
-def read_request(body: bytes) -> Any:
+@dataclass(frozen=True)
+class ForwardBackward:
+    """A request that waits for its turn as it was sent: its messages would take twenty times as many bytes."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+    body: bytes
+
+    def read(self) -> Any:
+        """Returns its message."""
+        found = message(_REQUEST)
+        found.ParseFromString(self.body)
+        return found
+
+
+def read_request(body: bytes) -> ForwardBackward:
     """Reads a ForwardBackwardRequest; its texts are looked at by `datums_of`.
 
     Raises:
         ConfigError: If the body is none.
     """
-    return parsed("ForwardBackwardRequest", body, MAX_FIELDS)
+    found = parsed(_REQUEST, body, MAX_FIELDS)
+    return ForwardBackward(found.model_id, found.seq_id, found.forward_only, body)
 
 
-def call_of(request: Any) -> LossCall:
+def call_of(forward_backward: ForwardBackward) -> LossCall:
     """Returns the loss of a request.
 
     Raises:
         ConfigError: If there is no such loss or setting.
     """
+    request = forward_backward.read()
     newer = {
         key: getattr(value, value.WhichOneof("value") or "text") for key, value in request.loss_fn_config_v2.items()
     }
     return LossCall.of(request.loss_fn, newer or dict(request.loss_fn_config))
 
 
-def datums_of(request: Any) -> list[Datum]:
+def datums_of(forward_backward: ForwardBackward) -> list[Datum]:
     """Returns the texts of a request.
 
     Raises:
         ConfigError: If one is not a text of tokens, or its tensors are damaged or too large.
     """
+    request = forward_backward.read()
     found, room = [], _MAX_CELLS
     if not request.data:
         raise ConfigError("no datum: send at least one")
@@ -61,6 +84,9 @@ def datums_of(request: Any) -> list[Datum]:
             tokens = _tokens_of(datum.model_input)
             inputs = {}
             for name, tensor in datum.loss_fn_inputs.items():
+                if len(tensor.shape) > _MAX_DIMS:
+                    shown = printable(name[:100])
+                    raise ConfigError(f"{shown} has {len(tensor.shape)} dimensions: at most {_MAX_DIMS} are possible")
                 cells = math.prod(tensor.shape) if tensor.shape else 0
                 if not 0 <= cells <= room:
                     raise ConfigError(f"the request's tensors have more than {_MAX_CELLS} cells: send less at once")

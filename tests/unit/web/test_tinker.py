@@ -295,6 +295,14 @@ def test_samples(client: Any, tokenizer: Any) -> None:
     assert [len(one or ()) for one in top.topk_prompt_logprobs][1:] == [3] * (len(TEXTS[1]) - 1)
 
 
+def test_samples_of_many_prompts_wait_for_their_turn(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.engine.engine.MAX_WAITING", 0)
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    prompts = [types.ModelInput.from_ints([5, last]) for last in range(5, 35)]
+    calls = [sampler.sample(prompt, 1, GREEDY) for prompt in prompts]
+    assert all(call.result().sequences for call in calls)
+
+
 def test_tokens_that_a_request_names_are_scored_over_the_prompt(client: Any, plain: Any) -> None:
     sampler = client.create_sampling_client(base_model=NAME).result()
     prompt, named = TEXTS[0], torch.tensor([[7, 8], [9, 10], [11, 12], [13, 0]])

@@ -6,9 +6,11 @@ import copy
 import gc
 import json
 import random
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from tinker_kit import KEYS, NAME, PROTOBUF, mutated, serving, sound
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.web.tinker.line import Line
+from swarm_plugins.web.tinker.messages import message
+from swarm_plugins.web.tinker.wire import read_request
 
 PREFIX = "/api/v1"
 MOST_ASKED = 30
@@ -157,6 +161,64 @@ def test_forward_backward_takes_protobuf_only(http: httpx2.Client) -> None:
     for body in (b"\xff" * 100, b"", b"\x1a\xff\xff\xff\xff\x0f"):
         response = http.post("/forward_backward", content=body, headers=PROTOBUF)
         assert 400 <= response.status_code < 500, response.text
+
+
+@pytest.mark.parametrize("route", ["forward_backward", "optim_step"])
+def test_calls_that_wait_for_another_are_bounded_by_their_bytes(
+    route: str, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin(http)
+    answered(http, http.post("/create_model", json=bodies(session)["create_model"]))
+
+    def send(number: int) -> int:
+        """Sends 1000 bytes and some."""
+        of_model: dict[str, Any] = {"model_id": f"{session}:train:0", "seq_id": number}
+        if route == "forward_backward":
+            body = message("ForwardBackwardRequest", **of_model, loss_fn="x" * 1000).SerializeToString()
+            return http.post(f"/{route}", content=body, headers=PROTOBUF).status_code
+        return http.post(f"/{route}", json={**of_model, "adam_params": {"odd": "x" * 1000}}).status_code
+
+    most = {"forward_backward": 2500, "optim_step": 25_000}[route]
+    monkeypatch.setattr("swarm_plugins.web.tinker.futures._MAX_BYTES_OF_A_KEY", most)
+    assert [send(number) for number in (2, 3, 4)] == [200, 200, 429]
+
+
+def test_questions_of_a_key_that_are_held_are_bounded(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.access._MOST_CALLS", 2)
+    session = begin(http)
+    answered(http, http.post("/create_model", json=bodies(session)["create_model"]))
+    step = {**bodies(session)["optim_step"], "seq_id": 2}  # waits for number 1
+    asked = {"request_id": http.post("/optim_step", json=step).json()["request_id"]}
+    with ThreadPoolExecutor(3) as threads:
+        questions = [threads.submit(http.post, "/retrieve_future", json=asked) for _ in range(3)]
+        first = next(as_completed(questions)).result()
+        assert (first.status_code, first.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        # Neither its other calls nor another key's questions are held up.
+        http.post("/session_heartbeat", json={"session_id": session}).raise_for_status()
+        headers = {"X-API-Key": KEYS[1]}
+        assert http.post("/retrieve_future", json=asked, headers=headers).status_code == 410
+        http.post(f"/sessions/{session}/finish", json={}).raise_for_status()
+        assert sorted(one.result().status_code for one in questions) == [410, 410, 429]
+
+
+def test_a_body_is_read_while_others_are_answered(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, is_answered = threading.Event(), threading.Event()
+
+    def read(body: bytes) -> Any:
+        began.set()
+        assert is_answered.wait(30)
+        return read_request(body)
+
+    monkeypatch.setattr("swarm_plugins.web.tinker.routes.read_request", read)
+    session = begin(http)
+    model = f"{session}:train:0"
+    answered(http, http.post("/create_model", json=bodies(session)["create_model"]))
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(http.post, "/forward_backward", content=sound(model), headers=PROTOBUF)
+        assert began.wait(30)
+        http.post("/session_heartbeat", json={"session_id": session}, timeout=20).raise_for_status()
+        is_answered.set()
+        answered(http, slow.result())
 
 
 def test_telemetry_is_dropped_and_without_a_key_nothing_is_answered(http: httpx2.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -56,6 +57,11 @@ def test_a_request_is_read() -> None:
     assert datums[0].inputs["target_tokens"].tolist() == [6, 7]
 
 
+def test_a_request_waits_as_it_was_sent() -> None:
+    body = request().SerializeToString()
+    assert dataclasses.astuple(read_request(body)) == ("m", 1, False, body)
+
+
 def test_fields_are_counted_before_they_take_memory() -> None:
     empty = b"\x1a\x00" * (MAX_FIELDS + 1)  # so many texts of two bytes each
     with pytest.raises(ConfigError, match=f"more than {MAX_FIELDS} fields"):
@@ -82,6 +88,14 @@ def test_a_sparse_tensor_names_more_than_it_may(shape: list[int]) -> None:
     tensor.sparse_csr.values, tensor.dtype = bytes(4), 1
     tensor.shape.extend(shape)
     with pytest.raises(ConfigError, match="datum 0 of 1"):
+        datums_of(read_request(found.SerializeToString()))
+
+
+@pytest.mark.parametrize("dimension", [1, 2**63 - 1])
+def test_dimensions_are_counted_before_they_are_multiplied(dimension: int) -> None:
+    found = request(1)
+    found.data[0].loss_fn_inputs["weights"].shape.extend([dimension] * 10)
+    with pytest.raises(ConfigError, match="datum 0 of 1: weights has 10 dimensions: at most 2 are possible"):
         datums_of(read_request(found.SerializeToString()))
 
 

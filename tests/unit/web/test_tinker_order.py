@@ -118,6 +118,58 @@ async def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     futures.close()
 
 
+async def test_requests_under_way_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.futures._MAX_BYTES_OF_A_KEY", 100)
+    futures, free = Futures(), asyncio.Event()
+
+    async def slow() -> bytes:
+        await free.wait()
+        return bytes(30)
+
+    first = futures.submit("anna", "session", 0, slow, 60)
+    with pytest.raises(ApiError, match="1 requests of this key are under way, with 60 bytes: wait for some") as raised:
+        futures.submit("anna", "session", 1, slow, 50)
+    assert raised.value.status == 429
+    futures.submit("ben", "session", 0, slow, 60)
+    free.set()
+    assert await futures.retrieve("anna", first) == bytes(30)
+    second = futures.submit("anna", "session", 1, slow, 50)
+    assert await futures.retrieve("anna", first) == bytes(30)
+    assert await futures.retrieve("anna", second) == bytes(30)
+    # All that there is goes for a large one.
+    third = futures.submit("anna", "session", 2, slow, 100)
+    assert await futures.retrieve("anna", third) == bytes(30)
+    with pytest.raises(ApiError, match="this answer is not here"):
+        await futures.retrieve("anna", second)
+    futures.close()
+
+
+async def test_answers_in_json_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.futures._MAX_BYTES_OF_A_KEY", 100)
+    futures = Futures()
+
+    async def work() -> dict[str, Any]:
+        return {"path": "a" * 80}
+
+    first = futures.submit("anna", "session", 0, work)
+    assert await futures.retrieve("anna", first) == {"path": "a" * 80}
+    second = futures.submit("anna", "session", 1, work, 50)
+    with pytest.raises(ApiError, match="this answer is not here"):
+        await futures.retrieve("anna", first)
+    assert await futures.retrieve("anna", second)
+
+
+async def test_an_error_that_quotes_a_long_request_is_short() -> None:
+    futures = Futures()
+
+    async def wrong() -> bytes:
+        raise ConfigError(f"shape {[1] * 100_000}")
+
+    answer = await futures.retrieve("", futures.submit("", "session", 1, wrong))
+    assert isinstance(answer, dict)
+    assert len(answer["error"]) == 1000
+
+
 async def test_an_error_is_an_answer() -> None:
     futures = Futures()
 
