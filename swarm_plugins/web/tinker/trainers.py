@@ -72,11 +72,10 @@ class Trainers:
                 f"the base model {printable(name[:200])!r} is not here: this server has {self.name}", status=404
             )
 
-    async def create(self, facts: RunFacts, check: Callable[[], None]) -> Training:
-        """Returns a new model with a fresh adapter; ``check`` raises in its turn if there must be no further one."""
+    async def create(self, facts: RunFacts) -> Training:
+        """Returns a new model with a fresh adapter."""
 
         def work() -> Tuner:
-            check()
             tuner = Tuner(self._adapted(facts))
             self.store.add_run(facts)
             return tuner

@@ -205,15 +205,19 @@ def test_configs_of_peft_that_are_refused(client: Any, settings: str, message: s
         client.create_lora_training_client(base_model=NAME, user_metadata={"peft_config": settings}).result()
 
 
-def test_models_asked_for_at_once_are_bounded(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.web.tinker.sessions._MAX_MODELS", 2)
-    asked = [client.create_lora_training_client(base_model=NAME, rank=1) for _ in range(8)]
-    made = 0
-    for one in asked:
-        with contextlib.suppress(tinker.RequestFailedError):
-            made += one.result() is not None
-    # Two are computed side by side: the second of them may not know of the first.
-    assert 2 <= made <= 3
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["fresh", "loaded"])
+def test_models_asked_for_at_once_are_bounded(client: Any, monkeypatch: pytest.MonkeyPatch, is_loaded: bool) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.sessions._MAX_MODELS", 3)
+    path = client.create_lora_training_client(base_model=NAME, rank=1).result().save_state("a").result().path
+
+    def ask() -> Any:
+        if is_loaded:
+            return client.create_training_client_from_state(path)
+        return client.create_lora_training_client(base_model=NAME, rank=1)
+
+    refused = [error for error in map(error_of, [ask() for _ in range(8)]) if error]
+    assert len(refused) == 6
+    assert "3 models are in training by this key" in refused[0]
 
 
 def test_calls_of_many_texts_are_one(client: Any) -> None:
