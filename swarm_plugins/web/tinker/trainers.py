@@ -108,10 +108,8 @@ class Trainers:
             _, _, folder = self.store.find(path, facts.owner)
             with _without(folder, path):
                 tuner = Tuner(saved_adapter(self.base, folder, is_trainable=True))
-            if with_optimizer:
-                load_optimizer(tuner, folder)
-            else:
-                tuner.num_steps = 0
+                if with_optimizer:
+                    load_optimizer(tuner, folder)
             self.store.add_run(facts)
             return tuner
 

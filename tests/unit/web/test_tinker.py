@@ -469,6 +469,15 @@ def test_a_checkpoint_of_another_base_is_refused(plain: Any, tokenizer: Any, tin
         assert 400 <= raised.value.status_code < 500
 
 
+def test_no_error_names_a_folder_of_the_server(client: Any, tmp_path: Path) -> None:
+    training = client.create_lora_training_client(base_model=NAME, rank=2).result()
+    path = training.save_weights_for_sampler("a").result().path
+    error = error_of(client.create_training_client_from_state_with_optimizer(path))
+    assert f"{path}/optimizer.safetensors" in error
+    assert "load the weights alone" in error
+    assert str(tmp_path) not in error
+
+
 def error_of(call: Any) -> str:
     """Waits for a call; returns why it failed, empty if it did not."""
     try:
