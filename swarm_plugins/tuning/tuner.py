@@ -42,10 +42,12 @@ class Tuner:
 
     Args:
         model: A model with an adapter of PEFT, in eval mode: nothing is dropped out at random.
+        held: What is to live as long as this.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, held: object = None) -> None:
         self.model = model
+        self.held = held
         self.parameters: dict[str, Tensor] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
 from swarm_plugins.testing import save_tiny
-from swarm_plugins.tuning.adapters import new_lora
+from swarm_plugins.tuning.adapters import new_adapter, new_lora
 from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.optimizer_file import load_optimizer
-from swarm_plugins.tuning.snapshots import snapshot
+from swarm_plugins.tuning.snapshots import own_bytes, snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 
 RUN = f"{'0' * 32}:train:0"
@@ -130,10 +131,40 @@ def test_the_same_seed_is_the_same_start(base: Any) -> None:
         ({"attention": False, "mlp": False}, "lm_head", ("self_attn", "experts")),
     ],
 )
-def test_what_is_adapted(base: Any, parts: dict[str, bool], wanted: str, unwanted: tuple[str, ...]) -> None:
+def test_what_is_adapted(base: Any, parts: dict[str, Any], wanted: str, unwanted: tuple[str, ...]) -> None:
     names = Tuner(new_lora(base, rank=2, **parts)).parameters
     assert any(wanted in name for name in names)
     assert not [name for name in names for other in (*unwanted, "router", "mlp.gate.") if other in name]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peft_type": "LORA", "target_modules": ["q_proj", "o_proj"], "inference_mode": True},
+        {"peft_type": "LORA", "target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["lm_head"]},
+        {"peft_type": "LOKR", "target_modules": ["q_proj"]},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3},
+        {"peft_type": "P_TUNING", "num_virtual_tokens": 3, "encoder_reparameterization_type": "LSTM"},
+    ],
+    ids=lambda settings: settings["peft_type"],
+)
+def test_an_adapter_is_counted_before_it_is_made(base: Any, settings: dict[str, Any]) -> None:
+    counted: list[int] = []
+    model = new_adapter(base, json.dumps(settings), check=counted.append)
+    assert counted == [own_bytes(model, base)]
+    lora = new_lora(base, rank=3, check=counted.append)
+    assert counted[1] == own_bytes(lora, base)
+
+
+def test_what_is_too_large_is_not_made(base: Any) -> None:
+    def check(num_bytes: int) -> None:
+        assert num_bytes > 1 << 40  # no machine of tests has so much
+        raise CapacityError(f"{num_bytes} bytes")
+
+    encoder = {"encoder_reparameterization_type": "LSTM", "encoder_hidden_size": 1 << 14, "encoder_num_layers": 64}
+    settings = {"peft_type": "P_TUNING", "num_virtual_tokens": 3, **encoder}
+    with pytest.raises(CapacityError):
+        new_adapter(base, json.dumps(settings), check=check)
 
 
 def test_a_failed_call_refuses_one_step(base: Any) -> None:
