@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,20 +58,24 @@ class Tuner:
         self._failure = ""
         self._has_gradients = False
 
-    def compute(self, datums: Sequence[Datum], call: LossCall, *, backward: bool) -> list[Computed]:
+    def compute(
+        self, datums: Sequence[Datum], call: LossCall, *, backward: bool, stop: threading.Event | None = None
+    ) -> list[Computed]:
         """Computes a loss on texts, and adds its gradients to those of earlier calls.
 
         Args:
             datums: Texts, as `check_datums` takes them.
             call: The loss.
             backward: Whether gradients are wanted.
+            stop: Ends it after a batch, once it is set.
 
         Raises:
             NumericError: If the loss is NaN or infinite. As with any other error, the next step is refused then.
+            CancelledError: If it was stopped.
             SwarmError: If servers are missing or fail.
         """
         try:
-            (found,) = run_pass(self.model, [Part(datums, call)], backward=backward)
+            (found,) = run_pass(self.model, [Part(datums, call)], backward=backward, stop=stop)
             if isinstance(found, NumericError):
                 raise found
         except Exception as exc:

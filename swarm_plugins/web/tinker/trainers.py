@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,6 +27,7 @@ from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import Tuner
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker.bodies import LoraBody, OptimizerBody, SaveWeights, adam_of, lifetime_of, texts_of
+from swarm_plugins.web.tinker.gathering import finished
 from swarm_plugins.web.tinker.line import GapError
 from swarm_plugins.web.tinker.memory import Memory
 from swarm_plugins.web.tinker.passes import Passes
@@ -225,7 +225,7 @@ class Trainers:
 
     async def _run(self, tenant: str, work: Callable[[], T]) -> T:
         async with self._turns.turn(tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await finished(self._threads, work)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,22 @@ def test_long_batches_are_cut(base: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
     for before, after in zip(gradients, (one.grad for one in tuner.parameters.values()), strict=True):
         torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-5)
+
+
+def test_a_call_that_nobody_wants_any_more_ends_after_a_batch(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.tuning.computing._MAX_BATCH_TOKENS", 12)
+    tuner, stop, batches = Tuner(new_lora(base, rank=2, seed=0)), threading.Event(), list[int]()
+
+    def leave(module: Any, inputs: Any, output: Any) -> None:
+        batches.append(len(output.logits))
+        stop.set()
+
+    tuner.model.register_forward_hook(leave)
+    with pytest.raises(CancelledError):
+        tuner.compute(texts(lengths=(12, 11, 10)), CROSS_ENTROPY, backward=True, stop=stop)
+    assert batches == [1]
+    with pytest.raises(ConfigError, match="a forward_backward before it failed"):
+        tuner.step(AdamParams())
 
 
 def test_the_same_seed_is_the_same_start(base: Any) -> None:
@@ -283,6 +301,13 @@ def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) 
 
 
 IDS = torch.tensor([5, 6, 7])
+
+
+def test_texts_of_a_call_are_bounded() -> None:
+    texts = [Datum(IDS, {"target_tokens": IDS})] * 3
+    check_datums(texts, CROSS_ENTROPY, TextBounds(context=8, vocabulary=128, max_texts=3))
+    with pytest.raises(ConfigError, match="3 texts in one call, at most 2 are possible: cut it"):
+        check_datums(texts, CROSS_ENTROPY, TextBounds(context=8, vocabulary=128, max_texts=2))
 
 
 @pytest.mark.parametrize(
