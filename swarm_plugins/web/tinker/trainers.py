@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -86,7 +87,7 @@ class Trainers:
             self.store.add_run(facts)
             return tuner
 
-        return Training(facts, await self._run(facts.owner, work))
+        return Training(facts, await self._made(facts, work))
 
     def _adapted(self, facts: RunFacts, check: Callable[[int], None]) -> Any:
         shape, settings = facts.lora, facts.metadata.get(PEFT_CONFIG)
@@ -106,7 +107,7 @@ class Trainers:
         """Forgets a model, and deletes the folder of its run if that has no checkpoint, after what is under way."""
         self._passes.forget()
         with contextlib.suppress(RuntimeError):  # at the end of the API
-            self._threads.submit(self.store.forget_empty, facts.run)
+            self._threads.submit(self.store.end_run, facts.run)
 
     async def load(self, facts: RunFacts, path: str, *, with_optimizer: bool) -> Tuner:
         """Returns the model of a checkpoint, for a run."""
@@ -122,7 +123,7 @@ class Trainers:
             self.store.add_run(facts)
             return tuner
 
-        return await self._run(facts.owner, work)
+        return await self._made(facts, work)
 
     async def compute(self, training: Training, request: Any) -> bytes:
         """Answers a forward_backward, in its turn."""
@@ -221,6 +222,14 @@ class Trainers:
                 yield
         except GapError as exc:
             training.tuner.fail(str(exc))
+            raise
+
+    async def _made(self, facts: RunFacts, work: Callable[[], Tuner]) -> Tuner:
+        """Makes a model of a run; if its session ends meanwhile, the run ends, too."""
+        try:
+            return await self._run(facts.owner, work)
+        except asyncio.CancelledError:
+            self.forget_later(facts)
             raise
 
     async def _run(self, tenant: str, work: Callable[[], T]) -> T:

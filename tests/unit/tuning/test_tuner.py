@@ -279,12 +279,49 @@ def test_a_run_without_checkpoints_is_forgotten(base: Any, tmp_path: Path) -> No
     saved = store.save(tuner, facts(), "weights", "a")
     with pytest.raises(CapacityError, match="you have 1 checkpoints"):
         store.save(tuner, facts(), "weights", "b")
-    store.forget_empty(RUN)
+    store.end_run(RUN)
     assert store.runs("")
     store.delete(saved)
-    store.forget_empty(RUN)
+    store.end_run(RUN)
     assert not store.runs("")
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "expired"])
+def test_a_run_that_has_ended_goes_with_its_last_checkpoint(base: Any, tmp_path: Path, is_deleted: bool) -> None:
+    now = [100.0]
+    store, tuner = CheckpointStore(tmp_path, clock=lambda: now[0]), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    for kind in ("weights", "sampler_weights"):
+        store.save(tuner, facts(), kind, "a", ttl_s=60)
+    store.end_run(RUN)
+    # After a restart, no run is in training.
+    store = CheckpointStore(tmp_path, clock=lambda: now[0])
+    first, last = store.checkpoints(RUN)
+    store.delete(first)
+    assert store.runs("")
+    if is_deleted:
+        store.delete(last)
+    else:
+        now[0] = 161.0
+        assert not store.checkpoints(RUN)
+    assert not store.runs("")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_checkpoint_of_a_run_that_ends_meanwhile_is_not_kept(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+
+    def check(owner: str, num_bytes: int) -> None:
+        store.end_run(RUN)
+
+    monkeypatch.setattr(store, "_check_room", check)
+    with pytest.raises(CheckpointError, match="was not kept: its run has ended meanwhile"):
+        store.save(tuner, facts(), "weights", "a")
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) -> None:

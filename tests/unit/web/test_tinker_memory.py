@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import random
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tinker_kit import KEYS, NAME, PROTOBUF, client_at, datum, mutated, serving,
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.tuning.checkpoints import CheckpointStore, RunFacts
 from swarm_plugins.tuning.datums import TextBounds, check_datums
 from swarm_plugins.web.tinker.line import Line
 from swarm_plugins.web.tinker.memory import Memory
@@ -188,6 +190,45 @@ def test_a_model_too_many_is_refused_before_it_is_made(
         # Those of a session that has ended do not count.
         with client_at(url) as client:
             assert client.create_training_client_from_state(path).result()
+
+
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["fresh", "loaded"])
+def test_a_model_whose_session_ends_while_it_is_made_leaves_nothing(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    begun, going_on, ended = threading.Event(), threading.Event(), threading.Event()
+    add_run, end_run = CheckpointStore.add_run, CheckpointStore.end_run
+
+    def add(store: CheckpointStore, facts: RunFacts) -> None:
+        begun.set()
+        assert going_on.wait(60)
+        add_run(store, facts)
+
+    def end(store: CheckpointStore, run: str) -> None:
+        end_run(store, run)
+        ended.set()
+
+    with serving(tiny_model, tokenizer, tmp_path) as url, client_at(url) as client:
+        training = client.create_lora_training_client(base_model=NAME, rank=2).result()
+        path = training.save_state("a").result().path
+        with httpx2.Client(base_url=f"{url}{PREFIX}", headers={"X-API-Key": KEYS[0]}, timeout=120) as http:
+            monkeypatch.setattr(CheckpointStore, "add_run", add)
+            monkeypatch.setattr(CheckpointStore, "end_run", end)
+            session = http.post("/create_session", json={}).json()["session_id"]
+            body: dict[str, Any] = {"session_id": session, "model_seq_id": 0}
+            if is_loaded:
+                asked = http.post("/load_weights", json={**body, "path": path, "optimizer": True})
+            else:
+                asked = http.post("/create_model", json={**body, "base_model": NAME, "lora_config": {"rank": 2}})
+            asked.raise_for_status()
+            try:
+                assert begun.wait(60)
+                http.post(f"/sessions/{session}/finish", json={}).raise_for_status()
+            finally:
+                going_on.set()
+            assert ended.wait(60)
+        assert [one.name for one in (tmp_path / "runs").iterdir()] == [training.model_id]
+        del training
 
 
 async def _swept(sessions: Sessions) -> None:
