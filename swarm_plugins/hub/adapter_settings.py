@@ -36,11 +36,12 @@ _NAMES = (
 )  # fmt: skip
 """Settings that PEFT matches as regular expressions; a hostile expression can run for hours."""
 _MAX_RANK = 4096
-_VIRTUAL_SIZES = ("num_virtual_tokens", "token_dim", "num_layers")
+_VIRTUAL_SIZES = ("num_virtual_tokens", "num_transformer_submodules", "token_dim", "num_layers")
 _MAX_VIRTUAL_NUMBERS = 1 << 27
 """Product of the sizes above: 512 MiB in float32, 1 GiB for a prefix of keys and values."""
-_ENCODER_SIZES = ("encoder_hidden_size", "encoder_num_layers")
 _MAX_ENCODER_SIZE = 1 << 14
+_MAX_ENCODER_LAYERS = 64
+"""Torch takes minutes for an LSTM of thousands of layers, however narrow they are."""
 
 
 def check_settings(adapter: AdapterFolder, *, is_shared: bool) -> None:
@@ -135,8 +136,10 @@ def _size_fault(config: dict[str, Any]) -> str | None:
     virtual = [config.get(name) or 1 for name in _VIRTUAL_SIZES]
     if not _are_sizes(virtual, _MAX_VIRTUAL_NUMBERS) or math.prod(virtual) > _MAX_VIRTUAL_NUMBERS:
         return f"has virtual tokens of more than {_MAX_VIRTUAL_NUMBERS} numbers"
-    if not _are_sizes([config.get(name) or 1 for name in _ENCODER_SIZES], _MAX_ENCODER_SIZE):
+    if not _are_sizes([config.get("encoder_hidden_size") or 1], _MAX_ENCODER_SIZE):
         return f"has an encoder larger than {_MAX_ENCODER_SIZE}"
+    if not _are_sizes([config.get("encoder_num_layers") or 1], _MAX_ENCODER_LAYERS):
+        return f"has an encoder of more than {_MAX_ENCODER_LAYERS} layers"
     return None
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
 from swarm_plugins.hub.adapter_settings import check_config
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 from swarm_plugins.noise import without_tied_remark
+from swarm_plugins.tuning.snapshots import own_bytes
 
 PEFT_CONFIG = "peft_config"
 """How a request calls the settings of another kind of adapter."""
@@ -29,7 +33,14 @@ _ROUTERS = ("router", "gate", "shared_expert_gate")
 
 
 def new_lora(
-    base: Any, *, rank: int, seed: int | None = None, attention: bool = True, mlp: bool = True, unembed: bool = True
+    base: Any,
+    *,
+    rank: int,
+    seed: int | None = None,
+    attention: bool = True,
+    mlp: bool = True,
+    unembed: bool = True,
+    check: Callable[[int], object] | None = None,
 ) -> PeftModel:
     """Returns a model with a fresh LoRA that shares the weights of ``base``, which stays as it is.
 
@@ -40,6 +51,7 @@ def new_lora(
         attention: Adapt the linear layers of attention, and of what stands in its place.
         mlp: Adapt the MLPs, experts among them.
         unembed: Adapt the output layer.
+        check: Called with the bytes of the adapter before they are allocated; it raises if they are too many.
 
     Raises:
         ConfigError: If the rank is out of bounds, or nothing would be trained.
@@ -56,10 +68,12 @@ def new_lora(
         target_modules=modules,
         target_parameters=parameters or None,
     )
-    return _with_adapter(base, config, seed)
+    return _with_adapter(base, config, seed, check)
 
 
-def new_adapter(base: Any, settings: str, *, seed: int | None = None) -> PeftModel:
+def new_adapter(
+    base: Any, settings: str, *, seed: int | None = None, check: Callable[[int], object] | None = None
+) -> PeftModel:
     """Returns a model with a fresh adapter of any kind that can share its base, which stays as it is.
 
     Args:
@@ -67,6 +81,7 @@ def new_adapter(base: Any, settings: str, *, seed: int | None = None) -> PeftMod
         settings: PEFT's config of the adapter in JSON, as in ``adapter_config.json``; names of modules in full or by
             their ends, no patterns.
         seed: Of its random start. None: another one each time.
+        check: Called with the bytes of the adapter before they are allocated; it raises if they are too many.
 
     Raises:
         ConfigError: If it is not such a config, or cannot be put into this model.
@@ -79,7 +94,7 @@ def new_adapter(base: Any, settings: str, *, seed: int | None = None) -> PeftMod
     check_config(found, PEFT_CONFIG, is_shared=True)
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**{**found, "task_type": "CAUSAL_LM"})
-        return _with_adapter(base, config, seed)
+        return _with_adapter(base, config, seed, check)
     except (TypeError, ValueError, KeyError, AttributeError) as exc:
         raise ConfigError(f"{PEFT_CONFIG} does not fit this model ({one_line(exc, with_kind=True)})") from exc
 
@@ -108,7 +123,9 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
     return loaded.eval()
 
 
-def _with_adapter(base: Any, config: PeftConfig, seed: int | None) -> PeftModel:
+def _with_adapter(base: Any, config: PeftConfig, seed: int | None, check: Callable[[int], object] | None) -> PeftModel:
+    if check is not None:
+        check(_adapter_bytes(base, config))
     with torch.random.fork_rng(devices=[]), without_tied_remark():
         if seed is None:
             torch.seed()
@@ -118,6 +135,26 @@ def _with_adapter(base: Any, config: PeftConfig, seed: int | None) -> PeftModel:
     if not isinstance(model, PeftModel):
         raise TypeError(f"PEFT returned {type(model).__name__}")
     return model.eval()
+
+
+def _adapter_bytes(base: Any, config: PeftConfig) -> int:
+    """Returns what an adapter takes, of whatever kind: PEFT makes it on a copy of the base that has shapes alone.
+
+    By a device that is this thread's: PEFT's own way to make adapters without memory changes torch for all threads.
+    """
+    outline = _outline(base)
+    before = own_bytes(outline, nn.Module())
+    with torch.device("meta"), without_tied_remark():
+        return own_bytes(get_peft_model(outline, copy.deepcopy(config)), nn.Module()) - before
+
+
+def _outline(base: Any) -> Any:
+    """Returns a copy of a model's structure with shapes in place of its tensors."""
+    shapes: dict[int, Any] = {}
+    for one in itertools.chain(base.parameters(), base.buffers()):
+        shape = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        shapes[id(one)] = nn.Parameter(shape, requires_grad=False) if isinstance(one, nn.Parameter) else shape
+    return copy.deepcopy(base, shapes)
 
 
 def _targets(base: Any, *, attention: bool, mlp: bool, unembed: bool) -> tuple[list[str], list[str]]:

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, save_peft
-from swarm_plugins.errors import CapacityError, ConfigError, printable
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, printable
 from swarm_plugins.kept_files import write_whole
 from swarm_plugins.tuning.optimizer_file import save_optimizer
 from swarm_plugins.tuning.tuner import Tuner
@@ -103,14 +103,16 @@ class CheckpointStore:
         self._max_per_owner = max_per_owner
         self._max_bytes = max_bytes_per_owner
         self._clock = clock
+        self._in_training: set[str] = set()
 
     def add_run(self, facts: RunFacts) -> None:
-        """Notes a run, before its first checkpoint.
+        """Notes a run, before its first checkpoint: it is in training until `end_run`.
 
         Raises:
             OSError: If it cannot be written.
         """
         write_whole(self._folder(facts.run) / _RUN_FILE, msgspec.json.encode(facts))
+        self._in_training.add(facts.run)
 
     def run(self, run: str, owner: str) -> RunFacts:
         """Returns an owner's run.
@@ -155,7 +157,7 @@ class CheckpointStore:
         Raises:
             ConfigError: If the name is none, or taken.
             CapacityError: If the owner's checkpoints take too much.
-            OSError: If it cannot be written; nothing is left behind.
+            OSError: If it cannot be written, or the run has ended meanwhile; nothing is left behind.
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{printable(name[:150])!r} is not a checkpoint name: use letters, digits, '_', '-', '.'")
@@ -181,6 +183,9 @@ class CheckpointStore:
                 save_optimizer(tuner, part)
             facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
             (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
+        if self._run(run.run) is None:  # nobody would find the checkpoint, and nothing would count it
+            shutil.rmtree(self._folder(run.run), ignore_errors=True)
+            raise CheckpointError(f"{facts.path} was not kept: its run has ended meanwhile")
         return facts
 
     def find(self, path: str, owner: str) -> tuple[CheckpointFacts, RunFacts, Path]:
@@ -205,14 +210,17 @@ class CheckpointStore:
         write_whole(self.folder(facts) / _FACTS_FILE, msgspec.json.encode(changed))
 
     def delete(self, facts: CheckpointFacts) -> None:
-        """Deletes a checkpoint."""
+        """Deletes a checkpoint; with the last one what is kept of its run, unless that is in training."""
         folder = self._folder(facts.run) / facts.kind / facts.name
         gone = folder.with_name(f".gone-{uuid.uuid4().hex}")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+        if facts.run not in self._in_training:
+            self.end_run(facts.run)
 
-    def forget_empty(self, run: str) -> None:
-        """Deletes what is kept of a run, unless it has checkpoints."""
+    def end_run(self, run: str) -> None:
+        """Notes that a run is not in training any more, and deletes what is kept of it unless it has checkpoints."""
+        self._in_training.discard(run)
         if not self.checkpoints(run):
             shutil.rmtree(self._folder(run), ignore_errors=True)
 

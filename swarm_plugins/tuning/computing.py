@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,22 +48,30 @@ class Part:
         return sum(len(one.tokens) for one in self.datums)
 
 
-def run_pass(model: Any, parts: Sequence[Part], *, backward: bool) -> list[list[Computed] | NumericError]:
+def run_pass(
+    model: Any, parts: Sequence[Part], *, backward: bool, stop: threading.Event | None = None
+) -> list[list[Computed] | NumericError]:
     """Computes the losses of several calls, their texts of like lengths in one batch.
 
     Args:
         model: In eval mode.
         parts: The calls; all of them name an adapter, or there is one.
         backward: Whether gradients are added to the adapters' tensors.
+        stop: Looked at before each batch: once it is set, nobody wants the results.
 
     Returns:
         For each call what was computed for each text; an error if its loss is NaN or infinite. Then it has added
         no gradients of the batches where it is, and the others have theirs.
+
+    Raises:
+        CancelledError: If it was stopped; gradients of the batches before are there.
     """
     texts = [(number, datum) for number, part in enumerate(parts) for datum in part.datums]
     found: dict[int, Computed] = {}
     failed: set[int] = set()
     for batch in batches_of([len(datum.tokens) for _, datum in texts], most_tokens(model)):
+        if stop is not None and stop.is_set():
+            raise CancelledError("stopped: its client has left")
         rows = [(parts[texts[index][0]], texts[index][1]) for index in batch]
         with torch.set_grad_enabled(backward):
             computed = _computed(model, rows)

@@ -52,6 +52,8 @@ class TextBounds:
     """Token ids are below this."""
     max_targets: int = 64
     """Most targets a position."""
+    max_texts: int = 256
+    """Most texts of a call: clients cut longer ones."""
 
 
 def check_datums(datums: Sequence[Datum], call: LossCall, bounds: TextBounds) -> None:
@@ -60,6 +62,8 @@ def check_datums(datums: Sequence[Datum], call: LossCall, bounds: TextBounds) ->
     Raises:
         ConfigError: Saying which text has what wrong.
     """
+    if len(datums) > bounds.max_texts:
+        raise ConfigError(f"{len(datums)} texts in one call, at most {bounds.max_texts} are possible: cut it")
     for number, datum in enumerate(datums):
         try:
             _check(datum, call, bounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +43,12 @@ class Tuner:
 
     Args:
         model: A model with an adapter of PEFT, in eval mode: nothing is dropped out at random.
+        held: What is to live as long as this.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, held: object = None) -> None:
         self.model = model
+        self.held = held
         self.parameters: dict[str, Tensor] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -55,20 +58,24 @@ class Tuner:
         self._failure = ""
         self._has_gradients = False
 
-    def compute(self, datums: Sequence[Datum], call: LossCall, *, backward: bool) -> list[Computed]:
+    def compute(
+        self, datums: Sequence[Datum], call: LossCall, *, backward: bool, stop: threading.Event | None = None
+    ) -> list[Computed]:
         """Computes a loss on texts, and adds its gradients to those of earlier calls.
 
         Args:
             datums: Texts, as `check_datums` takes them.
             call: The loss.
             backward: Whether gradients are wanted.
+            stop: Ends it after a batch, once it is set.
 
         Raises:
             NumericError: If the loss is NaN or infinite. As with any other error, the next step is refused then.
+            CancelledError: If it was stopped.
             SwarmError: If servers are missing or fail.
         """
         try:
-            (found,) = run_pass(self.model, [Part(datums, call)], backward=backward)
+            (found,) = run_pass(self.model, [Part(datums, call)], backward=backward, stop=stop)
             if isinstance(found, NumericError):
                 raise found
         except Exception as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.computing import Computed
 from swarm_plugins.tuning.joint import Call, Joint
-from swarm_plugins.web.tinker.gathering import GATHER_S, compute_for
+from swarm_plugins.web.tinker.gathering import GATHER_S, compute_for, finished
 
 _MAX_CALLS = 8
 _MAX_TOKENS = 8192
@@ -57,9 +58,12 @@ class Passes:
         loop = asyncio.get_running_loop()
         one = _Waiting(tenant, call, backward, loop.create_future())
         if one.num_tokens > _MAX_TOKENS or not self._joint.can_take(call.tuner):
+            stop = threading.Event()
             async with self._turns.turn(tenant):
-                return await loop.run_in_executor(
-                    self._threads, lambda: call.tuner.compute(call.datums, call.loss, backward=backward)
+                return await finished(
+                    self._threads,
+                    lambda: call.tuner.compute(call.datums, call.loss, backward=backward, stop=stop),
+                    stop,
                 )
         self._waiting[one] = loop.create_task(self._lead(one))
         try:

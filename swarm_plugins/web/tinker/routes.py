@@ -22,7 +22,6 @@ from swarm_plugins.web.tinker.wire import read_request
 PREFIX = "/api/v1"
 MAX_CHUNK_BYTES = 3_000_000
 """Longest forward_backward that the SDK sends: it cuts longer ones."""
-_MAX_DATUMS = 256
 _MAX_SAMPLES_AT_ONCE = 64
 _PROTOBUF = "application/x-protobuf"
 _JSON_GROWTH = 10
@@ -46,7 +45,7 @@ def _add_sessions(router: APIRouter, service: TinkerService) -> None:
     async def config(request: Request) -> dict[str, Any]:
         return {
             "fwdbwd_max_chunk_bytes_count": MAX_CHUNK_BYTES,
-            "fwdbwd_max_chunk_len": _MAX_DATUMS,
+            "fwdbwd_max_chunk_len": service.bounds.max_texts,
             "sample_max_concurrent_requests": _MAX_SAMPLES_AT_ONCE,
             "use_pyqwest_transport": False,
         }

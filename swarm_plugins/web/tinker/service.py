@@ -63,12 +63,12 @@ class TinkerService:
             started=time.time(),
             metadata=texts_of(body.user_metadata),
         )
-        session.trainings[run] = await self.trainers.create(facts, lambda: self.sessions.check_room(session.tenant))
+        with self.sessions.room(session.tenant):
+            session.trainings[run] = await self.trainers.create(facts)
         return {"model_id": run, "type": "create_model"}
 
     async def load_as_new(self, session: Session, body: LoadWeights) -> Answer:
         """Answers a load_weights that makes a new model: its next request is number 1."""
-        self.sessions.check_room(session.tenant)
         _, origin, _ = self.store.find(body.path, session.tenant)
         run = f"{session.session_id}:train:{body.model_seq_id}"
         facts = RunFacts(
@@ -79,8 +79,9 @@ class TinkerService:
             started=time.time(),
             metadata=texts_of(body.user_metadata),
         )
-        tuner = await self.trainers.load(facts, body.path, with_optimizer=body.optimizer)
-        session.trainings[run] = Training(facts, tuner)
+        with self.sessions.room(session.tenant):
+            tuner = await self.trainers.load(facts, body.path, with_optimizer=body.optimizer)
+            session.trainings[run] = Training(facts, tuner)
         return {"model_id": run, "path": body.path, "type": "load_weights"}
 
     def add_sampler(self, session: Session, number: int, model: Any, path: str | None) -> Sampler:

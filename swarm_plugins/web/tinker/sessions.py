@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -70,6 +72,8 @@ class Sessions:
         self._drop = drop
         self._clock = clock
         self._by_id: dict[str, Session] = {}
+        self._in_making = Counter[str]()
+        """Models that are not in their sessions yet, by key."""
 
     def open(self, tenant: str) -> Session:
         """Begins a session; the one that was not heard of for the longest time goes if the key has too many."""
@@ -112,11 +116,21 @@ class Sessions:
             raise ApiError(f"there is no sampler {printable(sampler_id[:100])!r}", status=404)
         return session, session.samplers[sampler_id]
 
-    def check_room(self, tenant: str) -> None:
-        """Raises ApiError if a key may not train another model."""
-        num_models = sum(len(one.trainings) for one in self._of(tenant))
+    @contextlib.contextmanager
+    def room(self, tenant: str) -> Iterator[None]:
+        """Keeps a key's place for a model while the ``with`` block makes it: those asked for at once count, too.
+
+        Raises:
+            ApiError: If the key may not train another model.
+        """
+        num_models = sum(len(one.trainings) for one in self._of(tenant)) + self._in_making[tenant]
         if num_models >= _MAX_MODELS:
             raise ApiError(f"{num_models} models are in training by this key, the most that may be: end a session")
+        self._in_making[tenant] += 1
+        try:
+            yield
+        finally:
+            self._in_making[tenant] -= 1
 
     def add_sampler(self, session: Session, sampler: Sampler) -> list[Sampler]:
         """Adds a sampler to a session; returns those that go, the oldest ones, if there are too many or too large ones.

@@ -16,6 +16,8 @@ from torch import Tensor
 from swarm_plugins.backbone.twin import twin
 from swarm_plugins.errors import ConfigError, SwarmError, printable
 from swarm_plugins.fair_queueing import FairLock
+from swarm_plugins.hub.folder import WEIGHTS_FILE
+from swarm_plugins.offload.cache.budget import free_bytes
 from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, saved_adapter
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import Datum, TextBounds, check_datums
@@ -26,7 +28,9 @@ from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import Tuner
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker.bodies import LoraBody, OptimizerBody, SaveWeights, adam_of, lifetime_of, texts_of
+from swarm_plugins.web.tinker.gathering import finished
 from swarm_plugins.web.tinker.line import GapError
+from swarm_plugins.web.tinker.memory import Memory
 from swarm_plugins.web.tinker.passes import Passes
 from swarm_plugins.web.tinker.sessions import Training
 from swarm_plugins.web.tinker.targets import target_logprobs
@@ -56,6 +60,8 @@ class Trainers:
         """Steps of all optimizers."""
         self.num_tokens = {"forward": 0, "forward_backward": 0}
         """Tokens of the texts of successful calls, by kind."""
+        # Half is left for the base, batches and samplers.
+        self._memory = Memory(free_bytes(base.device) // 2)
         # What a swarm computes for one, it computes beside another's.
         self._turns = FairLock(places=_SIDE_BY_SIDE)
         self._threads = ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="swarm-api-training")
@@ -72,21 +78,21 @@ class Trainers:
                 f"the base model {printable(name[:200])!r} is not here: this server has {self.name}", status=404
             )
 
-    async def create(self, facts: RunFacts, check: Callable[[], None]) -> Training:
-        """Returns a new model with a fresh adapter; ``check`` raises in its turn if there must be no further one."""
+    async def create(self, facts: RunFacts) -> Training:
+        """Returns a new model with a fresh adapter."""
 
         def work() -> Tuner:
-            check()
-            tuner = Tuner(self._adapted(facts))
+            share = self._memory.share(facts.owner)
+            tuner = Tuner(self._adapted(facts, share.take), share)
             self.store.add_run(facts)
             return tuner
 
-        return Training(facts, await self._run(facts.owner, work))
+        return Training(facts, await self._made(facts, work))
 
-    def _adapted(self, facts: RunFacts) -> Any:
+    def _adapted(self, facts: RunFacts, check: Callable[[int], None]) -> Any:
         shape, settings = facts.lora, facts.metadata.get(PEFT_CONFIG)
         if settings is not None:
-            return new_adapter(self.base, settings, seed=shape.seed)
+            return new_adapter(self.base, settings, seed=shape.seed, check=check)
         return new_lora(
             self.base,
             rank=shape.rank,
@@ -94,13 +100,14 @@ class Trainers:
             attention=shape.attention,
             mlp=shape.mlp,
             unembed=shape.unembed,
+            check=check,
         )
 
     def forget_later(self, facts: RunFacts) -> None:
         """Forgets a model, and deletes the folder of its run if that has no checkpoint, after what is under way."""
         self._passes.forget()
         with contextlib.suppress(RuntimeError):  # at the end of the API
-            self._threads.submit(self.store.forget_empty, facts.run)
+            self._threads.submit(self.store.end_run, facts.run)
 
     async def load(self, facts: RunFacts, path: str, *, with_optimizer: bool) -> Tuner:
         """Returns the model of a checkpoint, for a run."""
@@ -108,15 +115,15 @@ class Trainers:
         def work() -> Tuner:
             _, _, folder = self.store.find(path, facts.owner)
             with _without(folder, path):
-                tuner = Tuner(saved_adapter(self.base, folder, is_trainable=True))
-            if with_optimizer:
-                load_optimizer(tuner, folder)
-            else:
-                tuner.num_steps = 0
+                share = self._memory.share(facts.owner)
+                share.take((folder / WEIGHTS_FILE).stat().st_size)
+                tuner = Tuner(saved_adapter(self.base, folder, is_trainable=True), share)
+                if with_optimizer:
+                    load_optimizer(tuner, folder)
             self.store.add_run(facts)
             return tuner
 
-        return await self._run(facts.owner, work)
+        return await self._made(facts, work)
 
     async def compute(self, training: Training, request: Any) -> bytes:
         """Answers a forward_backward, in its turn."""
@@ -217,9 +224,17 @@ class Trainers:
             training.tuner.fail(str(exc))
             raise
 
+    async def _made(self, facts: RunFacts, work: Callable[[], Tuner]) -> Tuner:
+        """Makes a model of a run; if its session ends meanwhile, the run ends, too."""
+        try:
+            return await self._run(facts.owner, work)
+        except asyncio.CancelledError:
+            self.forget_later(facts)
+            raise
+
     async def _run(self, tenant: str, work: Callable[[], T]) -> T:
         async with self._turns.turn(tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await finished(self._threads, work)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,11 @@ from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
 from swarm_plugins.testing import save_tiny
-from swarm_plugins.tuning.adapters import new_lora
+from swarm_plugins.tuning.adapters import new_adapter, new_lora
 from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.optimizer_file import load_optimizer
-from swarm_plugins.tuning.snapshots import snapshot
+from swarm_plugins.tuning.snapshots import own_bytes, snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 
 RUN = f"{'0' * 32}:train:0"
@@ -113,6 +116,22 @@ def test_long_batches_are_cut(base: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-5)
 
 
+def test_a_call_that_nobody_wants_any_more_ends_after_a_batch(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.tuning.computing._MAX_BATCH_TOKENS", 12)
+    tuner, stop, batches = Tuner(new_lora(base, rank=2, seed=0)), threading.Event(), list[int]()
+
+    def leave(module: Any, inputs: Any, output: Any) -> None:
+        batches.append(len(output.logits))
+        stop.set()
+
+    tuner.model.register_forward_hook(leave)
+    with pytest.raises(CancelledError):
+        tuner.compute(texts(lengths=(12, 11, 10)), CROSS_ENTROPY, backward=True, stop=stop)
+    assert batches == [1]
+    with pytest.raises(ConfigError, match="a forward_backward before it failed"):
+        tuner.step(AdamParams())
+
+
 def test_the_same_seed_is_the_same_start(base: Any) -> None:
     first, second, other = (Tuner(new_lora(base, rank=4, seed=seed)) for seed in (1, 1, 2))
     pairs = list(zip(first.parameters.values(), second.parameters.values(), strict=True))
@@ -130,10 +149,40 @@ def test_the_same_seed_is_the_same_start(base: Any) -> None:
         ({"attention": False, "mlp": False}, "lm_head", ("self_attn", "experts")),
     ],
 )
-def test_what_is_adapted(base: Any, parts: dict[str, bool], wanted: str, unwanted: tuple[str, ...]) -> None:
+def test_what_is_adapted(base: Any, parts: dict[str, Any], wanted: str, unwanted: tuple[str, ...]) -> None:
     names = Tuner(new_lora(base, rank=2, **parts)).parameters
     assert any(wanted in name for name in names)
     assert not [name for name in names for other in (*unwanted, "router", "mlp.gate.") if other in name]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peft_type": "LORA", "target_modules": ["q_proj", "o_proj"], "inference_mode": True},
+        {"peft_type": "LORA", "target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["lm_head"]},
+        {"peft_type": "LOKR", "target_modules": ["q_proj"]},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3},
+        {"peft_type": "P_TUNING", "num_virtual_tokens": 3, "encoder_reparameterization_type": "LSTM"},
+    ],
+    ids=lambda settings: settings["peft_type"],
+)
+def test_an_adapter_is_counted_before_it_is_made(base: Any, settings: dict[str, Any]) -> None:
+    counted: list[int] = []
+    model = new_adapter(base, json.dumps(settings), check=counted.append)
+    assert counted == [own_bytes(model, base)]
+    lora = new_lora(base, rank=3, check=counted.append)
+    assert counted[1] == own_bytes(lora, base)
+
+
+def test_what_is_too_large_is_not_made(base: Any) -> None:
+    def check(num_bytes: int) -> None:
+        assert num_bytes > 1 << 40  # no machine of tests has so much
+        raise CapacityError(f"{num_bytes} bytes")
+
+    encoder = {"encoder_reparameterization_type": "LSTM", "encoder_hidden_size": 1 << 14, "encoder_num_layers": 64}
+    settings = {"peft_type": "P_TUNING", "num_virtual_tokens": 3, **encoder}
+    with pytest.raises(CapacityError):
+        new_adapter(base, json.dumps(settings), check=check)
 
 
 def test_a_failed_call_refuses_one_step(base: Any) -> None:
@@ -230,12 +279,49 @@ def test_a_run_without_checkpoints_is_forgotten(base: Any, tmp_path: Path) -> No
     saved = store.save(tuner, facts(), "weights", "a")
     with pytest.raises(CapacityError, match="you have 1 checkpoints"):
         store.save(tuner, facts(), "weights", "b")
-    store.forget_empty(RUN)
+    store.end_run(RUN)
     assert store.runs("")
     store.delete(saved)
-    store.forget_empty(RUN)
+    store.end_run(RUN)
     assert not store.runs("")
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "expired"])
+def test_a_run_that_has_ended_goes_with_its_last_checkpoint(base: Any, tmp_path: Path, is_deleted: bool) -> None:
+    now = [100.0]
+    store, tuner = CheckpointStore(tmp_path, clock=lambda: now[0]), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    for kind in ("weights", "sampler_weights"):
+        store.save(tuner, facts(), kind, "a", ttl_s=60)
+    store.end_run(RUN)
+    # After a restart, no run is in training.
+    store = CheckpointStore(tmp_path, clock=lambda: now[0])
+    first, last = store.checkpoints(RUN)
+    store.delete(first)
+    assert store.runs("")
+    if is_deleted:
+        store.delete(last)
+    else:
+        now[0] = 161.0
+        assert not store.checkpoints(RUN)
+    assert not store.runs("")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_checkpoint_of_a_run_that_ends_meanwhile_is_not_kept(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+
+    def check(owner: str, num_bytes: int) -> None:
+        store.end_run(RUN)
+
+    monkeypatch.setattr(store, "_check_room", check)
+    with pytest.raises(CheckpointError, match="was not kept: its run has ended meanwhile"):
+        store.save(tuner, facts(), "weights", "a")
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) -> None:
@@ -252,6 +338,13 @@ def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) 
 
 
 IDS = torch.tensor([5, 6, 7])
+
+
+def test_texts_of_a_call_are_bounded() -> None:
+    texts = [Datum(IDS, {"target_tokens": IDS})] * 3
+    check_datums(texts, CROSS_ENTROPY, TextBounds(context=8, vocabulary=128, max_texts=3))
+    with pytest.raises(ConfigError, match="3 texts in one call, at most 2 are possible: cut it"):
+        check_datums(texts, CROSS_ENTROPY, TextBounds(context=8, vocabulary=128, max_texts=2))
 
 
 @pytest.mark.parametrize(

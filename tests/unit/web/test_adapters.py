@@ -164,7 +164,9 @@ def test_a_request_names_no_directory_of_this_machine(
         ({"target_modules": 7}, "has a pattern as target_modules"),
         ({"r": "many"}, "has a rank above 4096"),
         ({"num_virtual_tokens": 1 << 20, "token_dim": 4096}, "has virtual tokens of more than"),
+        ({"num_virtual_tokens": 8, "num_transformer_submodules": 1 << 30}, "has virtual tokens of more than"),
         ({"encoder_hidden_size": 1 << 20}, "has an encoder larger than"),
+        ({"encoder_num_layers": 1 << 14}, "has an encoder of more than 64 layers"),
     ],
 )
 def test_an_adapter_that_would_harm_others_is_refused(

@@ -205,15 +205,19 @@ def test_configs_of_peft_that_are_refused(client: Any, settings: str, message: s
         client.create_lora_training_client(base_model=NAME, user_metadata={"peft_config": settings}).result()
 
 
-def test_models_asked_for_at_once_are_bounded(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.web.tinker.sessions._MAX_MODELS", 2)
-    asked = [client.create_lora_training_client(base_model=NAME, rank=1) for _ in range(8)]
-    made = 0
-    for one in asked:
-        with contextlib.suppress(tinker.RequestFailedError):
-            made += one.result() is not None
-    # Two are computed side by side: the second of them may not know of the first.
-    assert 2 <= made <= 3
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["fresh", "loaded"])
+def test_models_asked_for_at_once_are_bounded(client: Any, monkeypatch: pytest.MonkeyPatch, is_loaded: bool) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.sessions._MAX_MODELS", 3)
+    path = client.create_lora_training_client(base_model=NAME, rank=1).result().save_state("a").result().path
+
+    def ask() -> Any:
+        if is_loaded:
+            return client.create_training_client_from_state(path)
+        return client.create_lora_training_client(base_model=NAME, rank=1)
+
+    refused = [error for error in map(error_of, [ask() for _ in range(8)]) if error]
+    assert len(refused) == 6
+    assert "3 models are in training by this key" in refused[0]
 
 
 def test_calls_of_many_texts_are_one(client: Any) -> None:
@@ -471,6 +475,15 @@ def test_a_checkpoint_of_another_base_is_refused(plain: Any, tokenizer: Any, tin
         with pytest.raises(tinker.APIStatusError, match=f"{paths[1]}.* was made for") as raised:
             client.create_sampling_client(model_path=paths[1]).result()
         assert 400 <= raised.value.status_code < 500
+
+
+def test_no_error_names_a_folder_of_the_server(client: Any, tmp_path: Path) -> None:
+    training = client.create_lora_training_client(base_model=NAME, rank=2).result()
+    path = training.save_weights_for_sampler("a").result().path
+    error = error_of(client.create_training_client_from_state_with_optimizer(path))
+    assert f"{path}/optimizer.safetensors" in error
+    assert "load the weights alone" in error
+    assert str(tmp_path) not in error
 
 
 def error_of(call: Any) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import random
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ import tinker
 from tinker_kit import KEYS, NAME, PROTOBUF, client_at, datum, mutated, serving, sound
 from transformers import AutoModelForCausalLM
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.tuning.checkpoints import CheckpointStore, RunFacts
 from swarm_plugins.tuning.datums import TextBounds, check_datums
 from swarm_plugins.web.tinker.line import Line
+from swarm_plugins.web.tinker.memory import Memory
 from swarm_plugins.web.tinker.sessions import SESSION_S, Sessions
 from swarm_plugins.web.tinker.wire import call_of, datums_of, read_request
 
@@ -145,6 +149,86 @@ def test_a_client_that_vanishes_frees_its_memory_and_finds_its_checkpoint(
             again = client.create_training_client_from_state_with_optimizer(path).result()
             assert again.forward([datum([5, 6, 7, 8])], "cross_entropy").result().metrics == wanted
             del again
+
+
+def test_models_in_training_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.memory._MAX_BYTES_OF_A_KEY", 1000)
+    memory = Memory(1500)
+    first, second, other = memory.share("anna"), memory.share("anna"), memory.share("ben")
+    first.take(200)  # four times as much: with gradients and moments
+    with pytest.raises(CapacityError, match=r"the models of a key take .* lower the rank, adapt fewer modules"):
+        second.take(51)
+    with pytest.raises(CapacityError, match="the models of all keys take"):
+        other.take(200)
+    other.take(170)
+    del first
+    second.take(200)
+
+
+def test_a_model_too_many_is_refused_before_it_is_made(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(client: Any, **config: Any) -> Any:
+        metadata = {"peft_config": json.dumps({"peft_type": "LORA", "target_modules": "all-linear", **config})}
+        return client.create_lora_training_client(base_model=NAME, rank=1, user_metadata=metadata).result()
+
+    with serving(tiny_model, tokenizer, tmp_path) as url:
+        with client_at(url) as client:
+            training = asked(client, r=8)
+            path = training.save_state("a").result().path
+            size = (tmp_path / "runs" / path.removeprefix("tinker://") / "adapter_model.safetensors").stat().st_size
+            monkeypatch.setattr("swarm_plugins.web.tinker.memory._MAX_BYTES_OF_A_KEY", 4 * size + 100_000)
+            for config in ({"r": 4096}, {"r": 8}, {"r": 1, "modules_to_save": ["embed_tokens", "lm_head", "mlp"]}):
+                with pytest.raises(tinker.RequestFailedError, match=r"this model would take .* GiB to train"):
+                    asked(client, **config)
+            with pytest.raises(tinker.RequestFailedError, match=r"this model would take .* GiB to train"):
+                client.create_training_client_from_state(path).result()
+            assert asked(client, r=1)
+            session = training.model_id.partition(":")[0]
+            httpx2.post(f"{url}{PREFIX}/sessions/{session}/finish", headers={"X-API-Key": KEYS[0]}).raise_for_status()
+            del training
+        # Those of a session that has ended do not count.
+        with client_at(url) as client:
+            assert client.create_training_client_from_state(path).result()
+
+
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["fresh", "loaded"])
+def test_a_model_whose_session_ends_while_it_is_made_leaves_nothing(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    begun, going_on, ended = threading.Event(), threading.Event(), threading.Event()
+    add_run, end_run = CheckpointStore.add_run, CheckpointStore.end_run
+
+    def add(store: CheckpointStore, facts: RunFacts) -> None:
+        begun.set()
+        assert going_on.wait(60)
+        add_run(store, facts)
+
+    def end(store: CheckpointStore, run: str) -> None:
+        end_run(store, run)
+        ended.set()
+
+    with serving(tiny_model, tokenizer, tmp_path) as url, client_at(url) as client:
+        training = client.create_lora_training_client(base_model=NAME, rank=2).result()
+        path = training.save_state("a").result().path
+        with httpx2.Client(base_url=f"{url}{PREFIX}", headers={"X-API-Key": KEYS[0]}, timeout=120) as http:
+            monkeypatch.setattr(CheckpointStore, "add_run", add)
+            monkeypatch.setattr(CheckpointStore, "end_run", end)
+            session = http.post("/create_session", json={}).json()["session_id"]
+            body: dict[str, Any] = {"session_id": session, "model_seq_id": 0}
+            if is_loaded:
+                asked = http.post("/load_weights", json={**body, "path": path, "optimizer": True})
+            else:
+                asked = http.post("/create_model", json={**body, "base_model": NAME, "lora_config": {"rank": 2}})
+            asked.raise_for_status()
+            try:
+                assert begun.wait(60)
+                http.post(f"/sessions/{session}/finish", json={}).raise_for_status()
+            finally:
+                going_on.set()
+            assert ended.wait(60)
+        assert [one.name for one in (tmp_path / "runs").iterdir()] == [training.model_id]
+        del training
 
 
 async def _swept(sessions: Sessions) -> None:

@@ -32,7 +32,7 @@ class Tuner:
     def __init__(self) -> None:
         self.faults: list[str] = []
 
-    def compute(self, datums: Sequence[Datum], loss: LossCall, *, backward: bool) -> Any:
+    def compute(self, datums: Sequence[Datum], loss: LossCall, *, backward: bool, stop: Event) -> Any:
         return ["alone"]
 
     def fail(self, why: str) -> None:
@@ -180,3 +180,39 @@ async def test_who_leaves_does_not_take_the_others_along(passes: tuple[Any, Reco
     assert joint.passes[1] == models[1:]
     assert joint.cleared == 1
     assert not one._waiting
+
+
+class Long(Tuner):
+    """Stands for a call of many batches: it goes on until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stops: list[Event] = []
+        self.free = Event()
+
+    def compute(self, datums: Sequence[Datum], loss: LossCall, *, backward: bool, stop: Event) -> Any:
+        self.stops.append(stop)
+        assert self.free.wait(60)
+        return ["too late"]
+
+
+async def test_who_leaves_a_long_call_stops_it_and_has_the_turn_until_it_ends() -> None:
+    long = Long()
+    with ThreadPoolExecutor(2) as threads:
+        one = Passes(None, FairLock(), threads)
+        try:
+            left = asyncio.create_task(one.compute("anna", call(long, 10_000), backward=True))
+            await until(lambda: bool(long.stops))
+            other = asyncio.create_task(one.compute("ben", call(Tuner(), 10_000), backward=True))
+            for _ in range(2):  # as at the end of the API, after that of the session
+                left.cancel()
+                await until(long.stops[0].is_set)
+                # A thread is free, but it is not the other's turn.
+                await asyncio.gather(*(asyncio.sleep(0) for _ in range(10)))
+                assert not left.done()
+                assert not other.done()
+        finally:
+            long.free.set()
+        assert await other == ["alone"]
+        with pytest.raises(asyncio.CancelledError):
+            await left
