@@ -92,6 +92,11 @@ def new_adapter(
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{PEFT_CONFIG} is not JSON ({one_line(exc)})") from exc
     check_config(found, PEFT_CONFIG, is_shared=True)
+    if found.get("prompt_tuning_init") == "TEXT":
+        raise ConfigError(
+            f"{PEFT_CONFIG} starts a prompt from a text, for which PEFT would load the tokenizer that it names here: "
+            "use prompt_tuning_init='RANDOM' or 'SAMPLE_VOCAB'"
+        )
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**{**found, "task_type": "CAUSAL_LM"})
         return _with_adapter(base, config, seed, check)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from peft import PeftModel, PeftType
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -104,10 +105,11 @@ class Joint:
         names = {tuner: f"row{number}" for number, tuner in enumerate(dict.fromkeys([*known.names, *tuners]))}
         configs = {name: copy.deepcopy(tuner.model.active_peft_config) for tuner, name in names.items()}
         (first, config), *others = configs.items()
-        with without_tied_remark():
-            model = PeftModel(twin(self._base), config, adapter_name=first, low_cpu_mem_usage=True)
+        # PEFT's own way to make adapters without memory (`low_cpu_mem_usage`) changes torch for all threads.
+        with torch.device("meta"), without_tied_remark():
+            model = PeftModel(twin(self._base), config, adapter_name=first)
             for name, config in others:
-                model.add_adapter(name, config, low_cpu_mem_usage=True)
+                model.add_adapter(name, config)
         places = dict(_tuned(model))
         for tuner, name in names.items():
             for place, layer in _tuned(tuner.model):

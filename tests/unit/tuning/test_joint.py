@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora.layer import Linear
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -255,3 +257,21 @@ def test_a_failure_of_servers_does_not_end_sharing(folders: dict[str, Path], mon
     found = joint.compute(calls_of(models), backward=True)
     assert not any(isinstance(one, Exception) for one in found)
     assert all(map(joint.can_take, models))
+
+
+def test_other_threads_make_modules_as_always_meanwhile(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+    some = tuners(base)
+    devices = []
+
+    def update(self: Any, *args: Any, **options: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            devices.append(pool.submit(lambda: torch.nn.Linear(1, 1).weight.device.type).result())
+        updating(self, *args, **options)
+
+    updating = Linear.update_layer
+    monkeypatch.setattr(Linear, "update_layer", update)
+    Joint(base)._with(some)
+    assert set(devices) == {"cpu"}

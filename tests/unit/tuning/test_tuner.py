@@ -185,6 +185,13 @@ def test_what_is_too_large_is_not_made(base: Any) -> None:
         new_adapter(base, json.dumps(settings), check=check)
 
 
+def test_a_prompt_that_names_a_tokenizer_is_refused(base: Any) -> None:
+    settings = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2, "prompt_tuning_init": "TEXT"}
+    settings |= {"prompt_tuning_init_text": "sort", "tokenizer_name_or_path": "/etc"}
+    with pytest.raises(ConfigError, match="use prompt_tuning_init='RANDOM' or 'SAMPLE_VOCAB'"):
+        new_adapter(base, json.dumps(settings))
+
+
 def test_a_failed_call_refuses_one_step(base: Any) -> None:
     tuner = Tuner(new_lora(base, rank=2, seed=0))
     before = {name: parameter.clone() for name, parameter in tuner.parameters.items()}
