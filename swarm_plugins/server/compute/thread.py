@@ -107,8 +107,15 @@ class ComputeThread:
         self._gather()
         self.busy.begin(time.monotonic())
         self._drop_abandoned()
+        self._run_own()
         self._run_next()
         self.busy.end(time.monotonic())
+
+    def _run_own(self) -> None:
+        """Runs the server's own calls: they close sessions, whose memory has been promised to what waits."""
+        own = [call for call in self._calls if not call.peer]
+        if own:
+            self._run_urgent(own)
 
     def _run_next(self) -> None:
         """Runs a part of long work, or what goes before it."""
@@ -234,6 +241,7 @@ class ComputeThread:
         # Only long work is interrupted, never a pack.
         self._runner.on_block_boundary = None
         try:
+            self._run_own()
             self._run_urgent(self._urgent_before(current, had_s))
             training = self._training_before(current, had_s)
             if training is not None:

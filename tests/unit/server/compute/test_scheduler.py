@@ -162,6 +162,27 @@ def test_a_flood_of_calls_makes_only_its_own_peer_wait(scheduler: Scheduler) -> 
     assert len(ran) == 8
 
 
+def test_own_calls_go_before_those_of_a_peer_that_has_had_little(scheduler: Scheduler) -> None:
+    ran: list[str] = []
+    gate = threading.Event()
+    # As after a pause of bob's: he goes before all others.
+    for peer, times in (("bob", 1), ("alice", 20)):
+        for _ in range(times):
+            scheduler._thread._turns.had(peer, 0.1)
+
+    async def scene() -> None:
+        blocker = asyncio.create_task(scheduler.call(gate.wait, timeout_s=20))
+        await until(lambda: scheduler.num_waiting == 1)
+        call = asyncio.create_task(scheduler.call(lambda: ran.append("bob"), timeout_s=20, peer="bob"))
+        await until(lambda: scheduler.num_waiting == 2)
+        scheduler.post(lambda: ran.append("own"))
+        gate.set()
+        await asyncio.gather(blocker, call)
+
+    asyncio.run(scene())
+    assert ran == ["own", "bob"]
+
+
 def test_decode_runs_between_the_blocks_of_a_training_item(runner: FakeRunner, scheduler: Scheduler) -> None:
     runner.blocks_may_end = threading.Semaphore(0)
 
