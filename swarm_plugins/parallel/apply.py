@@ -18,7 +18,12 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel.adapters import check_wrappers, divide_adapters, take_adapters, unwrapped
 from swarm_plugins.parallel.agreement import agree
-from swarm_plugins.parallel.implementations import ExchangeSettings, check_implementation, implementation_of
+from swarm_plugins.parallel.implementations import (
+    ExchangeSettings,
+    check_drops,
+    check_implementation,
+    implementation_of,
+)
 from swarm_plugins.parallel.layout import EpSize, LayerLayout, Placement, describe, plan_layers, undivided_text
 from swarm_plugins.parallel.meshes import (
     BATCH_DIMS,
@@ -91,6 +96,8 @@ def parallelize(
         mixture = find_mixture(model)
         layouts = _plan(mixture, ranks, ep_size, expert_slices)
         check_implementation(ep_implementation, layouts, ranks, ranks_per_node)
+        if getattr(model.config, "capacity_factor", None) is not None:
+            check_drops(ep_implementation)
     except SwarmError as exc:
         refusal = exc
     world = group_of(range(dist.get_world_size()), timeout_s)

@@ -277,3 +277,13 @@ def check_implementation(name: str, layouts: Sequence[LayerLayout], ranks: Tenso
             grid = ranks.reshape(layout.num_replicas, layout.ep_size, layout.expert_slices)
             for group in grid.transpose(1, 2).reshape(-1, layout.ep_size).tolist():
                 node_size(group, per_node)
+
+
+def check_drops(name: str) -> None:
+    """Raises ConfigError unless an implementation runs with tokens over an expert's capacity, which go to none."""
+    # Of transformers' own, these send each choice to the rank of its expert.
+    if name in ("all_to_all", "auto"):
+        raise ConfigError(
+            f"ep_implementation {name!r} cannot run a model with capacity_factor, where some tokens go to no expert: "
+            f"use {', '.join(OWN_IMPLEMENTATIONS)} or all_reduce"
+        )

@@ -145,18 +145,18 @@ def _check_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _tell_others(layers: Sequence[CanRefuse], exc: Exception) -> None:
-    heard: frozenset[int] = frozenset()
+    heard = list[frozenset[int]]()
     for layer in layers:
         if layer.is_refused:
-            heard = layer.ranks
+            heard = [layer.ranks]
         elif layer.is_open and isinstance(exc, TransportError):
             # The group is lost: no rank can be told.
             return
-    # Groups of later layers may be larger: ranks that have heard tell the rest.
+    # Groups of later layers may be others: ranks that have heard tell the rest, unless all of them heard in one group.
     for layer in layers:
-        if not layer.is_open and not layer.ranks <= heard:
+        if not layer.is_open and not any(layer.ranks <= group for group in heard):
             layer.refuse()
-            heard |= layer.ranks
+            heard.append(layer.ranks)
 
 
 class Agreed:
