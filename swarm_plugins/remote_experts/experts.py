@@ -114,7 +114,8 @@ class RemoteExperts:
             own_spans = {one: span for one, span in spans.items() if one in here}
             if self.own is not None and own_spans:
                 # While the others are on their way.
-                found = self.own.run(block, hidden[routing.tokens], own_spans, grad)
+                with self._given_up_if_it_fails(future):
+                    found = self.own.run(block, hidden[routing.tokens], own_spans, grad)
                 for span in own_spans.values():
                     result[span] = found[span].to(result.dtype)
             if future is not None:
@@ -122,6 +123,16 @@ class RemoteExperts:
                 for span in elsewhere.values():
                     result[span] = found[span]
         return result
+
+    @contextmanager
+    def _given_up_if_it_fails(self, future: Future[Tensor] | None) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if future is not None:
+                future.cancel()
+                self._waiting.discard(future)
+            raise
 
     def _ask(
         self, block: int, hidden: Tensor, routing: Routing, spans: Mapping[int, slice], grad: Tensor | None

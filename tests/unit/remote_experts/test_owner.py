@@ -18,7 +18,7 @@ from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
 from swarm_plugins.blocks import Span, StepInputs, load_span
 from swarm_plugins.blocks.adapters.checks import check_adapter
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import ConfigError, MissingExpertsError, UnsupportedError
+from swarm_plugins.errors import CheckpointError, ConfigError, MissingExpertsError, UnsupportedError
 from swarm_plugins.offload.held import load_held_experts
 from swarm_plugins.offload.quantizing import quantize_checkpoint
 from swarm_plugins.remote_experts.owner import RemoteShare, needed_runs
@@ -80,6 +80,21 @@ def test_a_span_with_experts_elsewhere_computes_the_same(own: range | None, mixt
         asked = {expert for _, request in holders.asked for expert in request.experts}
     torch.testing.assert_close(found, outcome(whole), rtol=1e-5, atol=1e-5)
     assert asked == set(range(4)) - set(own or ())
+
+
+def test_a_failure_of_own_experts_gives_up_the_others(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise CheckpointError("the disk failed")
+
+    with (
+        serving(mixtral, {"a": Held(range(4))}) as holders,
+        owned(holders, range(2)) as (span, share),
+        monkeypatch.context() as patched,
+    ):
+        patched.setattr(share.experts.own, "run", fail)
+        with pytest.raises(CheckpointError, match="the disk failed"):
+            span.forward(SpanInputs(blocks=span.blocks, hidden=HIDDEN))
+        assert not share.experts._waiting
 
 
 def test_an_owner_may_keep_its_own_weights_in_few_bits(mixtral: Path) -> None:
