@@ -113,9 +113,10 @@ class ComputeThread:
 
     def _run_own(self) -> None:
         """Runs the server's own calls: they close sessions, whose memory has been promised to what waits."""
-        own = [call for call in self._calls if not call.peer]
-        if own:
-            self._run_urgent(own)
+        with torch.inference_mode():
+            for call in [call for call in self._calls if not call.peer]:
+                self._run_call(call)
+        self._calls = deque(call for call in self._calls if not call.has_ended)
 
     def _run_next(self) -> None:
         """Runs a part of long work, or what goes before it."""
@@ -190,12 +191,9 @@ class ComputeThread:
         """
         oldest = dict[str, Call]()
         for call in self._calls:
-            oldest.setdefault(call.peer or str(id(call)), call)
+            oldest.setdefault(call.peer, call)
         waiting: list[Call | Step] = [*oldest.values(), *self._steps]
-        if long is None:
-            return self._turns.order(waiting)
-        order = self._turns.order([*waiting, long], ahead=(long.peer, had_s))
-        return order[: order.index(long)]
+        return self._turns.order(waiting) if long is None else self._turns.before(long, waiting, had_s)
 
     def _run_long(self, item: Call | Step) -> None:
         """Runs a part of long work."""
@@ -258,11 +256,8 @@ class ComputeThread:
         """
         if not isinstance(current, Step):
             return None
-        waiting: list[Call | Step] = [
-            item for item in self._long if isinstance(item, Call) and item.peer != current.peer
-        ]
-        first = self._turns.order([*waiting, current], ahead=(current.peer, had_s))[0]
-        return first if isinstance(first, Call) else None
+        waiting = [item for item in self._long if isinstance(item, Call) and item.peer != current.peer]
+        return next(iter(self._turns.before(current, waiting, had_s)), None)
 
     @property
     def _worked_s(self) -> float:
@@ -299,8 +294,7 @@ class ComputeThread:
             ends = time.monotonic() + _LITTLE_S
             is_first = True
             for item in urgent:
-                # The server's own calls close sessions: they do not wait.
-                if isinstance(item, Call) and (is_first or not item.peer or time.monotonic() < ends):
+                if isinstance(item, Call) and (is_first or time.monotonic() < ends):
                     self._run_call(item)
                     is_first = False
             self._calls = deque(call for call in self._calls if not call.has_ended)
@@ -370,9 +364,8 @@ class ComputeThread:
         self._turns.ran(self._charge(group, seconds), seconds)
         self.packs[len(group)] += 1
         if all(chunk.hidden.shape[1] == 1 for chunk in chunks) and not group[0][0].takes_long:
-            self._arrivals.rhythm(group[0][0].inputs.blocks).ran(
-                sum(chunk.hidden.shape[0] for chunk in chunks), seconds
-            )
+            rows = sum(chunk.hidden.shape[0] for chunk in chunks)
+            self._arrivals.rhythm(group[0][0].inputs.blocks).ran(rows, seconds)
         ended = time.monotonic()
         for step, _ in group:
             if not step.num_left:

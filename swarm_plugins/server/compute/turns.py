@@ -11,7 +11,7 @@ own, newcomers of one address are one together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from swarm_plugins.fair_queueing import Clocks
 from swarm_plugins.recent import Recent
@@ -67,6 +67,12 @@ class Turns:
         pace, (peer, seconds) = self.pace, ahead
         lines = {group: _merged(self._clocks(group), peers, pace, {peer: seconds}) for group, peers in groups.items()}
         return _merged(self._groups, lines, pace, {self._points.group(peer): seconds}, self._points.weight)
+
+    def before(self, current: Waiting, waiting: Sequence[W], had_s: float) -> list[W]:
+        """Returns the waiting work that goes before ``current``, which has run for ``had_s`` seconds, in its order."""
+        everything: list[Waiting] = [*waiting, current]
+        order = self.order(everything, ahead=(current.peer, had_s))
+        return cast("list[W]", order[: order.index(current)])
 
     def ran(self, work: int, seconds: float) -> None:
         """Learns from a run of tokens times blocks how long they take."""
