@@ -28,7 +28,7 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
         self._metrics: dict[str, Any] = {}
         for earlier in state.log_history:  # of a run that is resumed
             if any(name.startswith("eval_") for name in earlier):  # not one of the training
-                self.improves(*self._monitored(args, earlier), earlier)
+                self.note_if_best(*self._monitored(args, earlier), earlier)
         if state.is_world_process_zero and model is not None:
             self.begin(model, Path(args.output_dir))
 

@@ -149,11 +149,11 @@ class Publishing:
 
     def publish_if_best(self, monitor: str | None, mode: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Publishes if the monitored metric is at a new best."""
-        if "best" in self.on and self.improves(monitor, mode, metrics):
+        if "best" in self.on and self.note_if_best(monitor, mode, metrics):
             self.publish("best", step, metrics)
 
-    def improves(self, monitor: str | None, mode: str, metrics: Mapping[str, Any]) -> bool:
-        """Returns whether the monitored metric is at a new best, and remembers it."""
+    def note_if_best(self, monitor: str | None, mode: str, metrics: Mapping[str, Any]) -> bool:
+        """Notes a new best of the monitored metric; returns whether it was one."""
         value = _number(metrics.get(monitor)) if monitor is not None else None
         if value is None or (self.best is not None and (value >= self.best if mode == "min" else value <= self.best)):
             return False

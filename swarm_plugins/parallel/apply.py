@@ -96,7 +96,7 @@ def parallelize(
         mixture = find_mixture(model)
         layouts = _plan(mixture, ranks, ep_size, expert_slices)
         check_implementation(ep_implementation, layouts, ranks, ranks_per_node)
-        if any(getattr(getattr(one, "config", None), "capacity_factor", None) is not None for one in model.modules()):
+        if getattr(mixture.config, "capacity_factor", None) is not None:
             check_drops(ep_implementation)
     except SwarmError as exc:
         refusal = exc

@@ -183,7 +183,7 @@ class CheckpointStore:
                 save_optimizer(tuner, part)
             facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
             (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
-        if self._run(run.run) is None:  # nobody would find the checkpoint, and nothing would count it
+        if self._run(run.run) is None:  # the checkpoint could not be found, and no quota would include it
             shutil.rmtree(self._folder(run.run), ignore_errors=True)
             raise CheckpointError(f"{facts.path} was not kept: its run has ended meanwhile")
         return facts

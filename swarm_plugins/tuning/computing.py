@@ -57,7 +57,7 @@ def run_pass(
         model: In eval mode.
         parts: The calls; all of them name an adapter, or there is one.
         backward: Whether gradients are added to the adapters' tensors.
-        stop: Looked at before each batch: once it is set, nobody wants the results.
+        stop: Ends the pass before its next batch once it is set.
 
     Returns:
         For each call what was computed for each text; an error if its loss is NaN or infinite. Then it has added

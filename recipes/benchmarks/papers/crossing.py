@@ -81,8 +81,8 @@ def bench_crossing(
     figures = {"servers": num_servers, "swarm": swarm, "offloaded": offloaded}
     shown = ShownReport(command="benchmark crossing", model=directory.resolve().name, shown=CROSSING, figures=figures)
     shown.notes.append(
-        f"{num_servers} servers in float32; {rounds} rounds of {new_tokens} tokens: the swarm's are the local model's, "
-        "and those of the offloaded models are the same"
+        f"{num_servers} servers in float32; {rounds} rounds of {new_tokens} tokens; the swarm decodes the same "
+        "tokens as the local model, and the offloaded models the same as each other"
     )
     return finished(shown, plot)
 

@@ -63,7 +63,7 @@ def bench_ranks(
         message_ms: What messages to other nodes cost.
 
     Raises:
-        ConfigError: If there is no layer for that many ranks.
+        ConfigError: If the experts or the nodes cannot be divided among that many ranks.
         SwarmError: If a rank fails, or gets other rows back than it sent.
     """
     for count in ranks:

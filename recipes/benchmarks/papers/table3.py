@@ -244,7 +244,7 @@ def _first(row: Mapping[str, Any]) -> Sequence[float]:
 
 
 def _kept(claim: str, place: str, before: Sequence[float], after: Sequence[float], least: float) -> str:
-    """Says whether ``after`` is more than ``least`` times ``before``, which were measured one after the other."""
+    """Says whether ``after`` exceeds ``least`` times ``before``; rounds of the two are no pairs."""
     scale = statistics.fmean(before)
     interval = welch_interval([one / scale for one in after], [least * one / scale for one in before])
     return verdict(f"{claim}, {place}", interval, unit=f" above {least:g}", digits=2)

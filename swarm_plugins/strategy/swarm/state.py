@@ -75,10 +75,11 @@ def check_bases(checkpoint: Mapping[str, Any], modules: Mapping[str, nn.Module])
         CheckpointError: If one was trained on another.
     """
     described = checkpoint.get(KEY)
-    own = described.get("bases") if isinstance(described, Mapping) else None
+    bases = described.get("bases") if isinstance(described, Mapping) else None
+    if not isinstance(bases, Mapping):  # of an earlier version, or not ours
+        bases = {}
     for name, module in modules.items():
-        known = isinstance(own, Mapping) and name in own
-        check_base({KEY: {"base": own[name]}} if known else checkpoint, module)  # type: ignore[index]
+        check_base({KEY: {"base": bases[name]}} if name in bases else checkpoint, module)
 
 
 def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.tuning.computing import Computed
 from swarm_plugins.tuning.joint import Call, Joint
-from swarm_plugins.web.tinker.gathering import GATHER_S, compute_for, finished
+from swarm_plugins.web.tinker.gathering import GATHER_S, compute_for
+from swarm_plugins.web.tinker.leaving import finished
 
 _MAX_CALLS = 8
 _MAX_TOKENS = 8192

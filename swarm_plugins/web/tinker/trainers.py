@@ -28,7 +28,7 @@ from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import Tuner
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.tinker.bodies import LoraBody, OptimizerBody, SaveWeights, adam_of, lifetime_of, texts_of
-from swarm_plugins.web.tinker.gathering import finished
+from swarm_plugins.web.tinker.leaving import finished
 from swarm_plugins.web.tinker.line import GapError
 from swarm_plugins.web.tinker.memory import Memory
 from swarm_plugins.web.tinker.passes import Passes
