@@ -24,7 +24,9 @@ def draw(figures: Mapping[str, Any], folder: Path) -> list[Path]:
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    drawings = {"prmoe-claims.svg": _draw_claims, "prmoe-curves.svg": _draw_curves} if figures["arms"] else {}
+    drawings = {"prmoe-claims.svg": _draw_claims} if figures["arms"] else {}
+    if figures["arms"].keys() & _CURVES.keys():
+        drawings["prmoe-curves.svg"] = _draw_curves
     if "cost" in figures:
         drawings["prmoe-cost.svg"] = _draw_cost
     files = []
