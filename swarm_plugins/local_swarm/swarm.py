@@ -14,6 +14,7 @@ from types import TracebackType
 
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.local_swarm.lines import Lines, Ports
+from swarm_plugins.local_swarm.ports import HeldPorts
 from swarm_plugins.local_swarm.server import LocalServer
 from swarm_plugins.server.config import ServeConfig
 
@@ -99,6 +100,7 @@ class LocalSwarm:
             raise ConfigError(f"{self.num_servers} servers are too many for one machine: at most {_MOST_SERVERS}")
         self._link = link
         self._ports: Ports | None = None
+        self._held = HeldPorts()
         self._start_timeout_s = start_timeout_s
         self._directory: Path | None = None
         self._servers: list[LocalServer] = []
@@ -145,6 +147,7 @@ class LocalSwarm:
                 if index == 0 or self._ports is not None:
                     self._wait_for([server], "joined", deadline)
             self._wait_for(self._servers, "ready", deadline)
+            self._held.hold(self.initial_peers)
             if self._link is not None:
                 self._link.shut()
         except BaseException:
@@ -159,6 +162,7 @@ class LocalSwarm:
         for server in self._servers:
             server.terminate()
         self._servers = []
+        self._held.close()
         self._ports = None
         directory, self._directory = self._directory, None
         if directory is not None:
@@ -206,6 +210,7 @@ class LocalSwarm:
         new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, program=program)
         new.tell_peers(self._ways_to_others(index))
         self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
+        self._held.hold(new.addresses)
         if self._link is not None:
             self._link.shut()
 
