@@ -38,7 +38,13 @@ from swarm_plugins.parallel.meshes import (
 )
 from swarm_plugins.parallel.mixture import DISPATCH_STYLE, expert_layers, find_mixture
 from swarm_plugins.parallel.refusal import Agreed, WatchedLayer, watch
-from swarm_plugins.parallel.slicing import check_dense_slices, check_slices, slice_dense_layers, slice_experts
+from swarm_plugins.parallel.slicing import (
+    check_dense_slices,
+    check_shared_batch,
+    check_slices,
+    slice_dense_layers,
+    slice_experts,
+)
 from swarm_plugins.parallel.state import Parallelism, is_parallel, remember
 
 log = logging.getLogger(__name__)
@@ -150,6 +156,8 @@ def _plan(model: PreTrainedModel, ranks: torch.Tensor, ep_size: EpSize, expert_s
     for layout in layouts:
         if layout.is_distributed:
             check_wrappers(model.get_submodule(layout.layer.name), layout.layer.name)
+            if ranks.shape[1] > 1:
+                check_shared_batch(unwrapped(model.get_submodule(layout.layer.name)), layout.layer.name)
     return layouts
 
 

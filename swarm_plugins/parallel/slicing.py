@@ -78,6 +78,19 @@ def _without_bias(experts: Any, forward: Callable[..., Tensor], *args: Any, **kw
         experts._parameters[_BIAS_OF_SUM] = bias
 
 
+def check_shared_batch(experts: Any, name: str) -> None:
+    """Raises unless divided experts can serve ranks that share a batch.
+
+    Raises:
+        UnsupportedError: If what all experts share would be trained with the gradient of a rank's own experts.
+    """
+    if getattr(experts, "has_post_expert_norm", False):
+        raise UnsupportedError(
+            f"{name}: {type(experts).__name__} normalize what each expert returns by one weight for all of them: "
+            "give the mesh no dimension named 'tp', or use ep_size=1"
+        )
+
+
 def check_dense_slices(model: PreTrainedModel, tp_size: int) -> None:
     """Raises unless the dense layers can be divided over the ranks that share a batch.
 
