@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.speculation import Speculation
-from swarm_plugins.speculation.drafts import _continuation
+from swarm_plugins.speculation.choice import choose_sampled
+from swarm_plugins.speculation.drafts import ModelDrafter, _continuation
 from swarm_plugins.speculation.pace import Pace
-from swarm_plugins.speculation.rows import Places
+from swarm_plugins.speculation.rows import Places, Texts
 from swarm_plugins.testing.models import tiny_model
 
 PROMPT = torch.tensor([[5, 17, 99, 23, 5, 17, 99, 23, 5, 17]])
@@ -106,6 +107,33 @@ def test_sampled_texts_have_the_same_shares() -> None:
         distance = sum(abs(plain.get(text, 0.0) - other.get(text, 0.0)) for text in {*plain, *other}) / 2
         assert distance < 0.12, "27 texts, 1500 samples: about 0.05 by chance"
     assert len(plain) > 10
+
+
+class _PaysForLikelyTokens(Pace):
+    """Drafts one token, and verifies it if it is likely to be accepted."""
+
+    def acceptance(self, confidence: float) -> float:
+        return confidence
+
+    def pays_to_draft(self, chances: float, drafted: int) -> bool:
+        return drafted < 1
+
+    def pays_to_verify(self, chances: float, drafted: int) -> bool:
+        return chances > 0.5
+
+
+def test_no_drawn_token_is_left_out_for_being_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+    probabilities = torch.tensor([[0.8, 0.2]])
+    monkeypatch.setattr(ModelDrafter, "_next", lambda *_: probabilities)
+    drafter = ModelDrafter(tiny_model("llama"), LogitsProcessorList(), vocab_size=2, do_sample=True, ends=[])
+    ids, pace = torch.zeros(1, 3, dtype=torch.long), _PaysForLikelyTokens()
+    torch.manual_seed(0)
+    found = []
+    for _ in range(1000):
+        draft = drafter.propose(Texts(ids, 0), Places(ids, None, None), 8, pace)
+        logits = probabilities.log().expand(1, draft.tokens.shape[1] + 1, 2)
+        found.append(int(choose_sampled(logits, draft.tokens, draft.probabilities).tokens[0, 0]))
+    assert abs(sum(found) / len(found) - 0.2) < 0.06, "about 0.013 by chance"
 
 
 class Words(BaseStreamer):
