@@ -85,6 +85,10 @@ class Answers(StoppingCriteria):
         over = [self.cancelled.is_set() or answer.reason is not None for answer in self._all]
         return torch.tensor(over, device=input_ids.device)
 
+    def has_ended(self, row: int) -> bool:
+        """Returns whether an answer has ended, while others go on."""
+        return self._all[row].reason is not None
+
     def _add(self, answer: Answer, token: int) -> None:
         text = answer.add(token, token in self._ends)
         recorded = None if self._recorder is None else self._recorder.logprobs  # of this step: it comes first

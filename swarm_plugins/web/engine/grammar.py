@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import llguidance.hf
@@ -45,15 +45,26 @@ class GrammarProcessor(LogitsProcessor):
         tokenizer: The model's tokenizer.
         prompt_tokens: How many tokens of each row come before the answer.
         rows: Number of answers.
+        has_ended: Says of a row whether its answer has ended: what follows there is padding.
     """
 
-    def __init__(self, grammar: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, rows: int) -> None:
+    def __init__(
+        self,
+        grammar: str,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_tokens: int,
+        rows: int,
+        has_ended: Callable[[int], bool],
+    ) -> None:
         self._matchers = [LLMatcher(_guiding(tokenizer), grammar) for _ in range(rows)]
         self._seen = prompt_tokens
+        self._has_ended = has_ended
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns logits, ``[B, vocabulary]``, with forbidden tokens at minus infinity."""
         for row, matcher in enumerate(self._matchers):
+            if self._has_ended(row):
+                continue
             if not matcher.is_stopped():
                 matcher.consume_tokens(input_ids[row, self._seen :].tolist())
             if matcher.is_error():

@@ -135,7 +135,7 @@ class Run:
         grammar = self._request.grammar
         if grammar is None:
             return None
-        return GrammarProcessor(grammar, self._tokenizer, prompt_tokens, self._request.n)
+        return GrammarProcessor(grammar, self._tokenizer, prompt_tokens, self._request.n, self._answers.has_ended)
 
     @property
     def _key(self) -> tuple[str | None, str]:

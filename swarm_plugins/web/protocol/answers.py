@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import time
 import uuid
 from collections import defaultdict
@@ -12,15 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from starlette.responses import JSONResponse, Response
-from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.web.engine.request import Done, Event, Finished, Piece, Scored
 from swarm_plugins.web.protocol.streams import event_stream
 from swarm_plugins.web.protocol.tools import DemandedReader, MessageReader, Part, ToolCall
 
 Reason = Literal["stop", "length", "tool_calls"]
-_LEAST_LOGPROB = -9999.0
-"""OpenAI's value for tokens that are next to impossible; JSON has no infinity, and no NaN."""
 
 
 @dataclass(frozen=True)
@@ -158,42 +153,3 @@ def extension(done: Done) -> dict[str, Any]:
         "tokens_per_s": round(done.new_tokens / done.seconds, 2) if done.seconds > 0 else None,
         "cached_tokens": done.cached_tokens,
     }
-
-
-def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scored: Sequence[Scored]) -> dict[str, Any]:
-    """Returns ``logprobs`` of a chat's choice."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = _token_text(tokenizer, token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-    content = [
-        {**entry(one.token, one.logprob or 0.0), "top_logprobs": [entry(token, value) for token, value in one.top]}
-        for one in scored
-    ]
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(tokenizer: PreTrainedTokenizerBase, scored: Sequence[Scored]) -> dict[str, Any]:
-    """Returns ``logprobs`` of a text completion's choice."""
-    tokens = [_token_text(tokenizer, one.token) for one in scored]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [None if one.logprob is None else _finite(one.logprob) for one in scored],
-        "top_logprobs": [
-            None if one.logprob is None else {_token_text(tokenizer, token): _finite(value) for token, value in one.top}
-            for one in scored
-        ],
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
-    }
-
-
-def _finite(logprob: float) -> float:
-    # In this order, NaN is not the larger one.
-    return max(_LEAST_LOGPROB, logprob)
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Returns the text of one token, special ones too."""
-    return str(tokenizer.decode([token], skip_special_tokens=False))

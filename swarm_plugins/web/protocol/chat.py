@@ -14,9 +14,10 @@ from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import end_tokens
 from swarm_plugins.web.engine.request import Scored
-from swarm_plugins.web.protocol.answers import Answer, Ended, Said, Whole, chat_logprobs, read_answers
+from swarm_plugins.web.protocol.answers import Answer, Ended, Said, Whole, read_answers
 from swarm_plugins.web.protocol.bodies import read_body
 from swarm_plugins.web.protocol.chat_request import ChatRequest, prepare
+from swarm_plugins.web.protocol.logprobs import chat_logprobs
 from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.streams import while_connected
 from swarm_plugins.web.protocol.tools import ToolCall

@@ -16,10 +16,11 @@ from starlette.responses import Response
 from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Done, Event, Generation, Piece, PromptScored
-from swarm_plugins.web.protocol.answers import Answer, Ended, Said, Whole, read_answers, text_logprobs
+from swarm_plugins.web.protocol.answers import Answer, Ended, Said, Whole, read_answers
 from swarm_plugins.web.protocol.bodies import read_body
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.protocol.fields import SamplingFields
+from swarm_plugins.web.protocol.logprobs import text_logprobs
 from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.protocol.streams import while_connected
 from swarm_plugins.web.protocol.tools import MessageReader
@@ -179,9 +180,13 @@ class _TextAnswer(Answer):
         super().__init__(body.model, count, with_usage=body.include_usage)
         self._tokenizer = engine.tokenizer
         self._with_scores = body.logprobs is not None
+        self._lengths = [0] * count
+        """Characters of each answer's tokens so far."""
 
     def said(self, one: Said) -> dict[str, Any]:
-        scores = text_logprobs(self._tokenizer, one.scored) if one.scored else None
+        scores = text_logprobs(self._tokenizer, one.scored, self._lengths[one.index]) if one.scored else None
+        if scores is not None:
+            self._lengths[one.index] += sum(map(len, scores["tokens"]))
         return {"text": one.part.text, "logprobs": scores}
 
     def ended(self, one: Ended) -> dict[str, Any]:

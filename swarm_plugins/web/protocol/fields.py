@@ -23,6 +23,8 @@ MAX_ANSWERS = 8
 """Most answers (``n``, times the prompts) of one request."""
 
 _MAX_BIASES = 1024
+_MOST_SHOWN = 100
+"""Characters of a place in a request that an error names."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -50,7 +52,7 @@ class Fields(BaseModel):
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name in self.ignored or (name in self.known and value is None):
                 continue
-            param = printable(place + name)[:100]
+            param = printable(_within(place, name))
             if name in self.known:
                 raise ApiError(
                     f"the field {param!r} is not supported by this server: leave it out",
@@ -62,6 +64,11 @@ class Fields(BaseModel):
             _check_inside(getattr(self, name), place + name)
 
 
+def _within(place: str, name: object) -> str:
+    """Returns the place of something inside, so much of it as is shown: each level of a deep request holds its own."""
+    return (place + str(name)[:_MOST_SHOWN])[:_MOST_SHOWN]
+
+
 def _check_inside(value: Any, place: str) -> None:
     """Raises ApiError if a value contains fields that cannot be honoured, or anything that JSON cannot represent."""
     if isinstance(value, Fields):
@@ -70,19 +77,19 @@ def _check_inside(value: Any, place: str) -> None:
         if set(map(type, value)) == {int}:
             return  # tokens: many, and nothing to find
         for index, one in enumerate(value):
-            _check_inside(one, f"{place}.{index}")
+            _check_inside(one, _within(f"{place}.", index))
     elif isinstance(value, dict):
         for name, one in value.items():
             _check_inside(name, place)
-            _check_inside(one, f"{place}.{name}")
+            _check_inside(one, _within(f"{place}.", name))
     elif isinstance(value, float) and not math.isfinite(value):
-        param = printable(place)[:100]
+        param = printable(place)
         raise ApiError(f"{param} is {value}, which JSON does not have", param=param, code="invalid_value")
     elif isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            param = printable(place)[:100]
+            param = printable(place)
             raise ApiError(
                 f"{param} has half of a character at {error.start}: send both surrogates, or neither",
                 param=param,

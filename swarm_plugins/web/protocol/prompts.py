@@ -60,7 +60,13 @@ class Prompts:
     async def of_text(self, text: str, *, tenant: str, special: bool = True) -> list[int]:
         """Returns the tokens of a text; ``special``: with those that the tokenizer begins a text with."""
         tokenizer: Any = self._engine.tokenizer
-
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # written as JSON inside of a text, such as the arguments of a call
+            raise ApiError(
+                f"the prompt has half of a character at {error.start}: send both surrogates, or neither",
+                code="invalid_value",
+            ) from error
         if len(text) > self.context * self._longest:
             raise ApiError(
                 f"the prompt has {len(text)} characters, more than {self.context} tokens can have: shorten it",

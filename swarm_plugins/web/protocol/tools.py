@@ -16,6 +16,8 @@ from transformers.utils.chat_parsing import ResponseParser
 _DEFINITIONS = ("$defs", "definitions")
 """Where schemas keep what they refer to."""
 _THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
+_SPACE = r"\s{0,32}"
+"""Before a call, and part of it. Bounded: a search would try the rest of a long run of spaces from each of them."""
 _REASONING = ("reasoning_content", "thinking")
 """Names of the field that response templates use."""
 
@@ -42,7 +44,7 @@ _FORMATS = {
             "fields": {
                 "reasoning_content": _THINKING,
                 "tool_calls": {
-                    "open_pattern": r"\s*<tool_call>",
+                    "open_pattern": _SPACE + "<tool_call>",
                     "close": "</tool_call>",
                     "repeats": True,
                     "content": "json",
@@ -60,7 +62,7 @@ _FORMATS = {
             "defaults": {"role": "assistant"},
             "start_anchor": "\0",
             "fields": {
-                "tool_calls": {"open_pattern": r"\s*\[TOOL_CALLS\]", "content": "json"},
+                "tool_calls": {"open_pattern": _SPACE + r"\[TOOL_CALLS\]", "content": "json"},
                 "content": {"content": "text"},
             },
         },

@@ -17,16 +17,18 @@ def prompt() -> str:
 def test_a_streamed_completion_is_the_whole_one(client: openai.OpenAI, prompt: str, more: dict[str, Any]) -> None:
     wanted: dict[str, Any] = {"model": "tiny", "prompt": [prompt, "a b c"], "max_tokens": 8, "seed": 1, **more}
     whole = client.completions.create(**wanted).choices
-    texts, tokens, logprobs = ([type(empty)() for _ in whole] for empty in ("", [], []))
+    texts, tokens, logprobs, offsets = ([type(empty)() for _ in whole] for empty in ("", [], [], []))
     for chunk in client.completions.create(**wanted, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             if choice.logprobs is not None:
                 tokens[choice.index] += choice.logprobs.tokens or []
                 logprobs[choice.index] += choice.logprobs.token_logprobs or []
+                offsets[choice.index] += choice.logprobs.text_offset or []
     assert texts == [choice.text for choice in whole]
     if "logprobs" in more:
         assert tokens == [choice.logprobs.tokens for choice in whole if choice.logprobs is not None]
+        assert offsets == [choice.logprobs.text_offset for choice in whole if choice.logprobs is not None]
         for streamed, choice in zip(logprobs, whole, strict=True):
             assert choice.logprobs is not None
             assert streamed == [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import json
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from swarm_plugins.web.engine import run
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Scored
 from swarm_plugins.web.protocol.bodies import read_body
+from swarm_plugins.web.protocol.chat_request import ChatRequest
 from swarm_plugins.web.protocol.fields import Fields
 from swarm_plugins.web.protocol.prompts import Prompts
 
@@ -278,6 +281,35 @@ def test_deep_requests_are_refused_or_answered(url: str, depth: int) -> None:
         headers = {"Content-Type": "application/json"}
         answer = httpx2.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=60)
         assert answer.status_code in (200, 400), answer.text
+
+
+def test_a_deep_request_takes_no_more_memory_than_it_is_long() -> None:
+    schema: Any = 1
+    for _ in range(800):
+        schema = {"a" * 100: schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"\U0001f9a9": schema}}}
+    request = ChatRequest.model_validate(GOOD["/v1/chat/completions"] | {"tools": [tool]})
+    tracemalloc.start()
+    try:
+        request.check()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_half_of_a_character_in_the_arguments_of_a_call_is_the_clients_fault(model: Any, tokenizer: Any) -> None:
+    showing = copy.deepcopy(tokenizer)
+    showing.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    with served(create_app(model, showing, name="tiny")) as url:
+        answer = httpx2.post(
+            f"{url}/v1/chat/completions", json=GOOD["/v1/chat/completions"] | {"messages": history}, timeout=60
+        )
+    assert answer.status_code == 400
+    assert "half of a character at 0" in answer.json()["error"]["message"]
 
 
 def test_a_key_is_needed_where_the_app_is_mounted(model: Any, tokenizer: Any) -> None:

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import openai
 import pytest
+import torch
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
-from swarm_plugins.web.engine.grammar import _guiding, json_grammar
+from swarm_plugins.web.engine.grammar import GrammarProcessor, _guiding, json_grammar
 from swarm_plugins.web.protocol.tools import MessageReader, ToolCall, call_schema, calls_of, tool_format
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -36,6 +37,22 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
         found = json.loads(choice.message.content or "")
         assert set(found) == {"sky", "warm"}
         assert choice.finish_reason == "stop"
+
+
+def test_an_answer_that_ended_by_a_stop_text_follows_no_grammar(tokenizer: Any) -> None:
+    ended: set[int] = set()
+    grammar = json_grammar({"type": "object"})
+    processor = GrammarProcessor(grammar, tokenizer, prompt_tokens=1, rows=2, has_ended=ended.__contains__)
+    rows, logits = torch.full((2, 1), 5), torch.zeros(2, len(tokenizer))
+    for letter in '{"a':
+        processor(rows, logits.clone())
+        rows = torch.cat((rows, torch.full((2, 1), tokenizer.encode(letter)[0])), dim=1)
+    ended.add(0)
+    processor(rows, logits.clone())
+    padding = torch.tensor([[tokenizer.pad_token_id], [tokenizer.encode("b")[0]]])
+    allowed = processor(torch.cat((rows, padding), dim=1), logits.clone())[1]
+    assert allowed[tokenizer.encode("c")[0]] == 0
+    assert allowed[tokenizer.pad_token_id] == -torch.inf
 
 
 @pytest.mark.parametrize(
@@ -142,6 +159,14 @@ def test_calls_are_read_from_free_text(step: int) -> None:
     assert read("<tool_call>", HERMES, step) == ("Let me see.", [ToolCall("f", '{"x": 1}')])
     assert read("[TOOL_CALLS]", MISTRAL, step) == ("", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")])
     assert read("<tool_call>", "no call", step) == ("no call", [])
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", "[TOOL_CALLS]"])
+def test_a_long_run_of_spaces_is_not_searched_again_from_each(mark: str) -> None:
+    found = tool_format(SimpleNamespace(chat_template=mark))  # type: ignore[arg-type]
+    assert found is not None
+    [part] = MessageReader(found.template).add(" " * 5000)
+    assert len(part.text) >= 4900
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
