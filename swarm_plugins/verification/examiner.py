@@ -16,7 +16,7 @@ from swarm_plugins.client.calls.call import Answer, WrongAnswerError
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.servers import NONCE_BYTES
 from swarm_plugins.client.sessions.span import SentSession, StepCall
-from swarm_plugins.errors import CapacityError, SwarmError, one_line
+from swarm_plugins.errors import CapacityError, ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.messages import (
     BackwardResponse,
     ForwardRequest,
@@ -146,7 +146,14 @@ class Examiner:
     async def _opened(self, claim: Claim, grad: Tensor | None) -> Opening:
         peers, tied, nonce = self._view.peers, self._view.tied, secrets.token_bytes(NONCE_BYTES)
         ask = functools.partial(open_blocks, peers, claim.peer, claim.forward, grad=grad, nonce=nonce, tied=tied)
-        return await peers.with_adapters(claim.peer, claim.adapters, ask)
+        opening = await peers.with_adapters(claim.peer, claim.adapters, ask)
+        for state in opening.states.values():
+            # Otherwise it could not be computed with here, which looks like a fault of this machine.
+            if str(state.dtype) != f"torch.{claim.kind.dtype}":
+                raise ProtocolError(
+                    f"server {claim.peer} opened a state of {state.dtype}, computes in {claim.kind.dtype}"
+                )
+        return opening
 
     async def _elsewhere(self, claim: Claim, cause: SwarmError) -> Finding:
         """Compares an answer with other servers' until one of them agrees, or two differ from it."""

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.errors import ProtocolError
+from swarm_plugins.errors import ProtocolError, SwarmError
+from swarm_plugins.server.rpc import openings as server_openings
 from swarm_plugins.testing import save_tiny
+from swarm_plugins.transport.codec import tensor_hash
 from swarm_plugins.verification import Quarantine, evidence, openings
 from swarm_plugins.verification.local_blocks import LocalBlocks
 from swarm_plugins.verification.replay import replay
@@ -153,6 +156,20 @@ def test_a_server_that_opens_something_else_is_left(deep: Path, cache: Path, mon
         assert train(swarm, steps=1) == clean_losses(deep)[:1]
         assert seen
     assert not Quarantine(cache / "quarantine").peers()
+
+
+def test_no_answer_is_used_whose_states_are_opened_in_another_type(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = server_openings._inner_states
+
+    def inner_states(*how: Any) -> Any:
+        states, _ = yield from original(*how)
+        halves = [state.half() for state in states]
+        return halves, tuple(map(tensor_hash, halves))
+
+    monkeypatch.setattr(server_openings, "_inner_states", inner_states)
+    swarm = LyingSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep), liars={1: Liar("scaled")})
+    with swarm, pytest.raises(SwarmError, match=r"opened a state of torch\.float16, computes in float32"):
+        train(swarm, steps=1)
 
 
 @pytest.mark.slow
