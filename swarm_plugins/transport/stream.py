@@ -188,7 +188,8 @@ class FrameStream(asyncio.BufferedProtocol):
         num_bytes = sum(len(part) for part in parts)
         if num_bytes <= _JOIN_BYTES:
             parts = [b"".join(parts)]  # one system call, one packet
-        deadline = self._loop.time() + limits.SEND_STALL_TIMEOUT_S + num_bytes / limits.MIN_RECEIVE_BYTES_PER_S
+        allowed_s = min(num_bytes / limits.MIN_RECEIVE_BYTES_PER_S, limits.MAX_MESSAGE_S)
+        deadline = self._loop.time() + limits.SEND_STALL_TIMEOUT_S + allowed_s
         for part in parts:
             view = memoryview(part)
             # In slices: the transport copies what the kernel does not accept at once.

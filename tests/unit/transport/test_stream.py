@@ -274,9 +274,12 @@ async def test_garbage_behind_waiting_messages_breaks_the_stream_in_its_turn() -
             await stream.read(5.0)
 
 
+@pytest.mark.parametrize(
+    "bounds", [{"MIN_RECEIVE_BYTES_PER_S": 1e9}, {"MIN_RECEIVE_BYTES_PER_S": 1.0, "MAX_MESSAGE_S": 0.1}], ids=str
+)
 @both_loops
-async def test_a_reader_that_takes_a_little_now_and_then_is_given_up() -> None:
-    with limited(SEND_STALL_TIMEOUT_S=0.3, MIN_RECEIVE_BYTES_PER_S=1e9):
+async def test_a_reader_that_takes_a_little_now_and_then_is_given_up(bounds: dict[str, float]) -> None:
+    with limited(SEND_STALL_TIMEOUT_S=0.3, **bounds):
         async with stream_and_socket() as (stream, far):
             taken = 0
 
