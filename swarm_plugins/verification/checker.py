@@ -20,6 +20,7 @@ from swarm_plugins.book import judging
 from swarm_plugins.book.judging import When
 from swarm_plugins.book.record import Checked, PeerBook, Uncheckable
 from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.client.answers import SpanMovedError
 from swarm_plugins.client.calls.call import Answer, Call, Caller, Request, Response, WrongAnswerError
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.errors import SwarmError, one_line
@@ -237,6 +238,9 @@ class CheckedCaller:
                 info = self._view.said(answer.peer)
                 if info is not None:
                     await self._guard.examine(call, answer, info, self._view)
+                elif self._view.peers.book[answer.peer].info is not None:
+                    # To others: a stand-in in this process, which needs no check, says nothing at all.
+                    raise SpanMovedError(f"server {answer.peer} says that it serves another version of the model")
             except SwarmError as exc:
                 if answer.peer == peer:
                     raise
