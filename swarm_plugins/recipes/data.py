@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.recipes.loader import EpochSampler, ResumableLoader
 from swarm_plugins.recipes.packing import Packer
 from swarm_plugins.recipes.rows import (
     DataFiles,
@@ -65,6 +66,7 @@ class _RecipeData(pl.LightningDataModule):
         self._options: dict[str, Any] = {
             "name": name, "revision": revision, "data_files": data_files, "streaming": streaming, "first": num_documents
         }  # fmt: skip
+        self._seed: int | None = None
         self._train: Any = None
         self._held_out: Any = None
 
@@ -106,10 +108,21 @@ class _RecipeData(pl.LightningDataModule):
             self._train, self._held_out = self._prepare(train), self._prepare(held_out)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self._train, batch_size=self.batch_size, shuffle=True, collate_fn=self._collate)
+        if self._seed is None:
+            self._seed = torch.initial_seed()
+        order = EpochSampler(self._train, self._seed)
+        return ResumableLoader(self._train, batch_size=self.batch_size, sampler=order, collate_fn=self._collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._held_out, batch_size=self.batch_size, collate_fn=self._collate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the order of the batches follows from."""
+        return {"seed": self._seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Shuffles as the run whose checkpoint it is."""
+        self._seed = state_dict["seed"]
 
     def _rows(self, split: str) -> Dataset:
         required = () if self.column is None else (self.column,)
