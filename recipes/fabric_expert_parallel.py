@@ -92,7 +92,7 @@ def main() -> None:
         fabric.load(checkpoint, state)
     fabric.print(f"step {state['step']}: held-out loss {held_out_loss(fabric, tuned, held_out):.4f}")
     endless = itertools.chain.from_iterable(itertools.repeat(train))
-    for batch in itertools.islice(endless, max(0, options.steps - state["step"])):
+    for batch in itertools.islice(endless, state["step"], options.steps):  # what was read before is left out
         loss = tuned(**batch, use_cache=False).loss
         fabric.backward(loss)
         fabric.clip_gradients(tuned, optimizer, max_norm=1.0)  # by the norm over all processes

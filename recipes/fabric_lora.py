@@ -75,7 +75,7 @@ def main() -> None:
         fabric.load(checkpoint, state)  # refuses one that was trained on another version of the base
     fabric.print(f"step {state['step']}: held-out loss {held_out_loss(fabric, tuned, held_out):.4f}")
     endless = itertools.chain.from_iterable(itertools.repeat(train))
-    for batch in itertools.islice(endless, max(0, options.steps - state["step"])):
+    for batch in itertools.islice(endless, state["step"], options.steps):  # what was read before is left out
         loss = tuned(**batch, use_cache=False).loss
         fabric.backward(loss)
         optimizer.step()

@@ -185,7 +185,11 @@ def test_fabric_run_knows_the_strategy_and_resumes(
     second = run(tmp_path, *command, "--steps", "12", "--resume", environment=peers)
     assert "step 12" in second
     # It goes on from where the first ended, in the very numbers.
-    assert numbers(r"held-out loss ([\d.]+)", second)[0] == after
+    resumed = numbers(r"held-out loss ([\d.]+)", second)
+    assert resumed[0] == after
+    # With the batches that come next: a run that was not interrupted ends there, too.
+    whole = run(tmp_path, *fabric_run(), *options[:-1], tmp_path / "whole", "--steps", "12", environment=peers)
+    assert numbers(r"held-out loss ([\d.]+)", whole)[-1] == pytest.approx(resumed[-1], abs=2e-4)
 
 
 def test_two_processes_of_a_trainer_train_as_one(
