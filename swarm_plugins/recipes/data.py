@@ -94,7 +94,20 @@ class _RecipeData(pl.LightningDataModule):
                 f"no tokenizer can be loaded from {name!r} ({one_line(error)}); give the directory of a model (run the "
                 "recipe that writes it first), or its id on the Hub, as model.base or data.tokenizer"
             ) from error
+        if found.pad_token is None:
+            found.pad_token = found.eos_token  # as in trl: the mask says what is real
         return found
+
+    def _padded(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
+        """Returns rows of tokens padded on the left, and the mask of what is real, ``[B, L]`` each.
+
+        Raises:
+            ConfigError: If the tokenizer has nothing to pad with.
+        """
+        if self.tokenizer.pad_token_id is None:
+            raise ConfigError("the tokenizer has neither a token to pad with nor an end: give data.tokenizer")
+        named = [{"input_ids": row} for row in rows]
+        return dict(self.tokenizer.pad(named, padding=True, padding_side="left", return_tensors="pt"))
 
     def setup(self, stage: str) -> None:
         """Loads and tokenizes the data, once."""
@@ -238,6 +251,5 @@ class LabelledData(_RecipeData):
 
     def _collate(self, batch: list[tuple[list[int], int]]) -> dict[str, Tensor]:
         # On the left: with soft prompts the head reads the last position, which must be a word.
-        rows = [{"input_ids": row} for row, _ in batch]
-        padded = self.tokenizer.pad(rows, padding=True, padding_side="left", return_tensors="pt")
+        padded = self._padded([row for row, _ in batch])
         return {**padded, "labels": torch.tensor([label for _, label in batch])}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.recipes.adapter import adapter_config, put_on, save_adapter
+from swarm_plugins.recipes.packing import NO_LOSS
 
 
 class LanguageTuner(pl.LightningModule):
@@ -65,7 +66,9 @@ class LanguageTuner(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]), sync_dist=True)
+        # A batch counts by what its loss is a mean over: how rows are put together makes no difference.
+        learned = int((batch["labels"][:, 1:] != NO_LOSS).sum())
+        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=learned, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]

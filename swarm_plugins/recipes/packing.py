@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.errors import ConfigError
 
-_NO_LOSS = -100
+NO_LOSS = -100
+"""Label of tokens that the loss leaves out."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -78,7 +79,7 @@ class Packer:
         encoded = self.tokenizer([text for text, _ in named], verbose=False)["input_ids"]
         before: Any = None
         for ids, (_, name) in zip(encoded, named, strict=True):
-            whole = [*ids, self._end]
+            whole = ids if ids[-1:] == [self._end] else [*ids, self._end]
             yield Tokens(whole, [True] * len(whole), goes_on=self.across_documents or name == before)
             before = name
 
@@ -170,8 +171,8 @@ def _columns(piece: Sequence[Tokens]) -> tuple[list[int], list[int], list[int]]:
         start = positions[-1] + 1 if part.goes_on and positions else 0
         ids += part.ids
         positions += range(start, start + len(part.ids))
-        labels += [one if learned else _NO_LOSS for one, learned in zip(part.ids, part.learned, strict=True)]
+        labels += [one if learned else NO_LOSS for one, learned in zip(part.ids, part.learned, strict=True)]
         if start == 0 and part.ids:
             # The token before is another document's.
-            labels[-len(part.ids)] = _NO_LOSS
+            labels[-len(part.ids)] = NO_LOSS
     return ids, labels, positions

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import GenerationConfig
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.data import _RecipeData
@@ -56,8 +57,7 @@ class PromptData(_RecipeData):
 
     def _collate(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
         prompts = self.tokenizer([row["prompt"] for row in batch])["input_ids"]
-        rows = [{"input_ids": row[-self.length :]} for row in prompts]
-        padded = self.tokenizer.pad(rows, padding=True, padding_side="left", return_tensors="pt")
+        padded = self._padded([row[-self.length :] for row in prompts])
         return {**padded, "columns": {name: [row[name] for row in batch] for name in batch[0]}}
 
 
@@ -125,16 +125,16 @@ class RewardTuner(AdapterTuner):
         """
         model: Any = self.model
         tokenizer: Any = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]  # there if the run has one
-        end = tokenizer.eos_token_id
+        ends = _end_tokens(model, tokenizer)
         times = count or 1
         prompts = {name: batch[name].repeat_interleave(times, 0) for name in ("input_ids", "attention_mask")}
-        how: dict[str, Any] = {"do_sample": count is not None}
+        how: dict[str, Any] = {"do_sample": count is not None, "max_new_tokens": self.new_tokens}
         if count is not None:
             how |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        with _in_evaluation(model):
-            tokens = model.generate(**prompts, **how, max_new_tokens=self.new_tokens, pad_token_id=end)
+        with _in_evaluation(model, GenerationConfig(eos_token_id=ends, pad_token_id=ends[0])):
+            tokens = model.generate(**prompts, **how)
         answers = tokens[:, prompts["input_ids"].shape[1] :]
-        is_end = (answers == end).long()
+        is_end = torch.isin(answers, torch.tensor(ends, device=answers.device)).long()
         # What follows the first end is padding.
         mask = torch.cat([prompts["attention_mask"], (is_end.cumsum(1) - is_end == 0).long()], 1)
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
@@ -143,13 +143,34 @@ class RewardTuner(AdapterTuner):
         return tokens, mask, rewards
 
 
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Returns the tokens that end an answer.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    named = model.generation_config.eos_token_id
+    found = {tokenizer.eos_token_id, *([named] if isinstance(named, int) else named or ())} - {None}
+    if not found:
+        raise ConfigError("neither the tokenizer nor the model names a token that ends an answer: give data.tokenizer")
+    return sorted(found)
+
+
 @contextlib.contextmanager
-def _in_evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Switches dropout off inside the context."""
+def _in_evaluation(model: torch.nn.Module, generation: GenerationConfig) -> Iterator[None]:
+    """Switches dropout off inside the context, and what the model's files say of generation.
+
+    A penalty, say, would have other tokens sampled than those whose probabilities are learned from.
+    """
     training = [part for part in model.modules() if part.training]
+    named = [(part, part.generation_config) for part in model.modules() if "generation_config" in vars(part)]
     model.eval()
     try:
+        for part, _ in named:
+            part.generation_config = generation  # type: ignore[assignment]
         yield
     finally:
         for part in training:
             part.training = True
+        for part, own in named:
+            part.generation_config = own

@@ -8,13 +8,21 @@ from typing import Any
 
 import datasets
 import huggingface_hub.constants as hub_constants
+import lightning.pytorch as pl
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.recipes import LabelledData, TextData, load_rows
+from swarm_plugins.recipes import LabelledData, PromptData, TextData, load_rows
+from swarm_plugins.recipes.language import LanguageTuner
 from swarm_plugins.recipes.packing import Packer
+from swarm_plugins.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -105,6 +113,50 @@ def test_classes_of_both_splits(folder: Path) -> None:
     data.setup("fit")
     assert data.labels == ["0", "1"]
     assert next(iter(data.val_dataloader()))["labels"].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("end", ["|", None])
+def test_rows_are_padded_with_the_end_by_tokenizers_without_padding(tmp_path: Path, end: str | None) -> None:
+    words = Tokenizer(WordLevel({"?": 0, "a": 1, "b": 2, "|": 3}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end).save_pretrained(tmp_path)
+    classes = LabelledData("rows.json", str(tmp_path))
+    prompts = PromptData("rows.json", str(tmp_path))
+    for data, batch in ((classes, [([1, 2], 0), ([2], 1)]), (prompts, [{"prompt": "a b"}, {"prompt": "b"}])):
+        if end is None:
+            with pytest.raises(ConfigError, match="neither a token to pad with nor an end"):
+                data._collate(batch)
+        else:
+            found = data._collate(batch)
+            assert found["input_ids"].tolist() == [[1, 2], [3, 2]]
+            assert found["attention_mask"].tolist() == [[1, 1], [0, 1]]
+
+
+class Tuner(LanguageTuner):
+    """Of a tiny model in memory."""
+
+    def configure_model(self) -> None:
+        self.model = tiny_model("llama", num_layers=1)
+
+
+def test_a_loss_does_not_depend_on_how_rows_are_put_together() -> None:
+    torch.manual_seed(0)
+    rows = [{"input_ids": torch.randint(128, (12,))} for _ in range(8)]
+    for number, row in enumerate(rows):
+        row["labels"] = row["input_ids"].clone()
+        row["labels"][: 10 if number < 4 else 0] = -100
+    tuner, found = Tuner(None, 1e-3, 0.0, None, None), []
+    for batch_size in (1, 2, 8):
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        [result] = trainer.validate(tuner, DataLoader(rows, batch_size=batch_size), verbose=False)  # type: ignore[arg-type]
+        found.append(result["val_loss"])
+    assert found == pytest.approx([found[0]] * 3, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,11 @@ def test_running_text_goes_on_in_the_next_piece_and_positions_start_with_each_do
     assert texts(found["labels"]) == ["_bcd", "_|_g"]
 
 
+def test_a_document_ends_once_with_a_tokenizer_that_ends_each_text() -> None:
+    found = Packer(ByT5Tokenizer(extra_ids=0), ("text",), 8, across_documents=False)({"text": ["abc", "def"]})
+    assert found["input_ids"] == [[100, 101, 102, 1, 103, 104, 105, 1]]
+
+
 def test_rows_of_one_document_are_one_text() -> None:
     rows = {"text": ["ab", "cd", "ef"], "document": ["x", "x", "y"]}
     assert packed(rows, 9, "text")["position_ids"] == [[0, 1, 2, 3, 4, 5, 0, 1, 2]]

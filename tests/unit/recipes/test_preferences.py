@@ -91,6 +91,29 @@ def test_a_reward_raises_the_probability_of_the_better_answer_up_to_its_end(monk
     assert any(one.grad is not None and one.grad.abs().max() > 0 for one in model.parameters())
 
 
+def test_answers_are_sampled_as_they_are_learned_and_stop_at_any_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = PromptData("prompts.json", tokenizer="bytes", length=8)
+    tuner = RewardTuner("base", LORA, reward=lambda completions, **_: [0.0] * len(completions))
+    tuner.model = model = adapted().eval()
+    own = model.generation_config
+    own.eos_token_id, own.repetition_penalty = [6, 7], 1.3
+    seen: list[Any] = []
+
+    def generate(input_ids: Tensor, **_: Any) -> Tensor:
+        seen.append(model.generation_config)
+        answers = torch.tensor([[9, 9, 7, 1, 6], [6, 6, 6, 6, 6]])
+        return torch.cat([input_ids, answers], 1)
+
+    monkeypatch.setattr(model, "generate", generate)
+    monkeypatch.setattr(RewardTuner, "trainer", type("Run", (), {"datamodule": data}))
+    _, mask, _ = tuner._sampled(data._collate([{"prompt": "abc"}]), 2)
+    assert mask[:, -5:].tolist() == [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
+    [config] = seen
+    assert config.repetition_penalty is None
+    assert config.eos_token_id == [BYTES.eos_token_id, 6, 7]
+    assert model.generation_config is own
+
+
 def test_one_answer_has_none_to_be_compared_with() -> None:
     with pytest.raises(ConfigError, match="num_generations must be 2 or more, got 1"):
         RewardTuner("base", LORA, num_generations=1)
