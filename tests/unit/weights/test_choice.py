@@ -199,6 +199,12 @@ def test_a_kernel_that_fails_is_dropped_and_named_once(
         check(stored, _Wrong(stored), parts_of(stored))
 
 
+def test_trying_out_takes_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    assert try_out([PlainFormat((64, 64), torch.float32)], budget_s=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_best_of_both_products_is_chosen_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
