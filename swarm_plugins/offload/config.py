@@ -32,7 +32,7 @@ class OffloadConfig:
         other_bits: Width of all other weights, one of the same; None: as the checkpoint has them.
         policy: Which experts stay in fast memory: ``counting``, those used most often lately, of all layers together;
             or ``lru``, the paper's: as many of each layer as the budget has room for besides four that are read ahead,
-            and the least recently used one goes (Eliseev and Mazur 2023, section 3.1).
+            and the least recently used one goes (Eliseev and Mazur 2023, section 3.1); all, if the budget holds them.
         num_readers: Threads that read from disk.
         read_timeout_s: Seconds until an unfinished read is an error.
 
