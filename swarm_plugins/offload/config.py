@@ -19,6 +19,9 @@ _MAX_TIMEOUT_S = 86_400.0
 class OffloadConfig:
     """Budgets and habits of the memory hierarchy of experts.
 
+    Beside the budgets, each reader may hold one expert as the checkpoint has it, 0.35 GB for Mixtral-8x7B: on a CPU if
+    it is computed with in another width or type, with a CUDA device while ``ram_bytes`` has no room for it.
+
     Attributes:
         fast_bytes: Memory for experts ready to compute with, on the model's device; None: what is free when the model
             is loaded, less a reserve for activations.
