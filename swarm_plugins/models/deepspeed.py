@@ -23,9 +23,10 @@ from swarm_plugins.models.prmoe.modeling import PRMoEForCausalLM
 
 _LAYER = re.compile(r"encoder\.layers\.(\d{1,4})\.(.+)")
 _EXPERT = re.compile(r"mlp\.deepspeed_moe\.experts\.deepspeed_experts\.(\d{1,6})\.(dense_\w+)\.(weight|bias)")
+_POSITIONS = "embedding.position_embeddings.weight"
 _OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "embedding.position_embeddings.weight": "model.layers.0.position_embedding.weight",
+    _POSITIONS: "model.layers.0.position_embedding.weight",
     "output_layer.weight": "lm_head.weight",
     "encoder.final_layernorm.weight": "model.norm.weight",
     "encoder.final_layernorm.bias": "model.norm.bias",
@@ -58,8 +59,8 @@ def from_deepspeed(
     """Reads a GPT-MoE checkpoint of Megatron-DeepSpeed with any mix of dense, standard, residual and pyramid layers.
 
     Layers, experts, widths, norms, biases, gates and positions follow from the tensors; the rest comes from the command
-    line that Megatron stores, or from the arguments. The model is dropless; DeepSpeed's drops tokens over capacity,
-    random ones by default. Padding of the vocabulary stays.
+    line that Megatron stores, or from the arguments. Without one, rotary positions have the base 10,000. The model is
+    dropless; DeepSpeed's drops tokens over capacity, random ones by default. Padding of the vocabulary stays.
 
     Args:
         directory: The folder given to DeepSpeed's ``save_checkpoint``, or the one of a tag in it.
@@ -150,6 +151,11 @@ def _refuse_settings(states: DeepSpeedStates) -> None:
         wrong.append(f"rotary_percent={arguments['rotary_percent']!r}")
     if arguments.get("apply_layernorm_1p"):
         wrong.append("apply_layernorm_1p=True")
+    rotary = arguments.get("use_rotary_position_embeddings")
+    if rotary is not None and bool(rotary) == (_POSITIONS in states.tensors):
+        wrong.append(f"use_rotary_position_embeddings={rotary} and {'learned' if rotary else 'no learned'} positions")
+    if not _rotary_base(states) > 0:
+        wrong.append(f"rope_theta={_rotary_base(states)!r}")
     if not 0 < _epsilon(states) < 1:
         wrong.append(f"layernorm_epsilon={_epsilon(states)!r}")
     if states.version is not None and states.version < 2.0:
@@ -186,8 +192,7 @@ def _config(states: DeepSpeedStates, given: Mapping[str, Any]) -> PRMoEConfig:
     layers = _layers(states)
     names = {name for layer in layers for name in layer}
     embeddings = _matrix(states, "embedding.word_embeddings.weight")
-    positions = "embedding.position_embeddings.weight"
-    has_positions = positions in states.tensors
+    has_positions = _POSITIONS in states.tensors
     is_residual, is_learned = "mlp.mlp.dense_4h_to_h.weight" in names, "mlp.coefficient.weight" in names
     return PRMoEConfig(
         **_heads(states, given),
@@ -207,9 +212,10 @@ def _config(states: DeepSpeedStates, given: Mapping[str, Any]) -> PRMoEConfig:
         rms_norm_eps=_epsilon(states),
         hidden_act=given["hidden_act"],
         position_embedding="learned" if has_positions else "rotary",
-        max_position_embeddings=_matrix(states, positions).shape[0]
+        max_position_embeddings=_matrix(states, _POSITIONS).shape[0]
         if has_positions
         else _count(states, "max_position_embeddings") or 2048,
+        rope_parameters=None if has_positions else {"rope_type": "default", "rope_theta": _rotary_base(states)},
         tie_word_embeddings="output_layer.weight" not in states.tensors,
         bos_token_id=None,
         eos_token_id=None,
@@ -218,6 +224,10 @@ def _config(states: DeepSpeedStates, given: Mapping[str, Any]) -> PRMoEConfig:
 
 def _epsilon(states: DeepSpeedStates) -> float:
     return float(states.arguments.get("layernorm_epsilon", 1e-5))
+
+
+def _rotary_base(states: DeepSpeedStates) -> float:
+    return float(states.arguments.get("rope_theta", 10_000))
 
 
 def _of(layer: int) -> str:

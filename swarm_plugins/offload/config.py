@@ -19,6 +19,9 @@ _MAX_TIMEOUT_S = 86_400.0
 class OffloadConfig:
     """Budgets and habits of the memory hierarchy of experts.
 
+    Beside the budgets, each reader may hold one expert as the checkpoint has it, 0.35 GB for Mixtral-8x7B: on a CPU if
+    it is computed with in another width or type, with a CUDA device while ``ram_bytes`` has no room for it.
+
     Attributes:
         fast_bytes: Memory for experts ready to compute with, on the model's device; None: what is free when the model
             is loaded, less a reserve for activations.
@@ -32,7 +35,7 @@ class OffloadConfig:
         other_bits: Width of all other weights, one of the same; None: as the checkpoint has them.
         policy: Which experts stay in fast memory: ``counting``, those used most often lately, of all layers together;
             or ``lru``, the paper's: as many of each layer as the budget has room for besides four that are read ahead,
-            and the least recently used one goes (Eliseev and Mazur 2023, section 3.1).
+            and the least recently used one goes (Eliseev and Mazur 2023, section 3.1); all, if the budget holds them.
         num_readers: Threads that read from disk.
         read_timeout_s: Seconds until an unfinished read is an error.
 

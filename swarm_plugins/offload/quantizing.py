@@ -174,7 +174,8 @@ class _LayerFormat:
                 place = source[one.offset : one.offset + one.num_bytes].numpy().data
                 read_pieces(one.path, [Piece(one.start, place)], lambda _: None)
             tensors = self._source.views(source)
-            _check_finite(key, tensors)
+            for name, tensor in tensors.items():
+                _check_finite(f"{name} of expert {expert} in layer {self._index}", tensor)
             if self._is_turned:
                 tensors = turn(tensors)
             if self._format is not None:
@@ -199,7 +200,11 @@ def _write_experts(moe: MoeCheckpoint, formats: dict[int, _LayerFormat], work: P
 
 
 def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """Returns tensors outside experts as a store has them, and the shapes of quantized linear layers by name."""
+    """Returns tensors outside experts as a store has them, and the shapes of quantized linear layers by name.
+
+    Raises:
+        CheckpointError: If one holds numbers that are not finite; names it.
+    """
     candidates = quantizable_linears(model)
     halved = {f"{name}.weight" for name in candidates}
     halved.update(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding))
@@ -211,6 +216,7 @@ def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor
             continue
         seen.add(tensor.data_ptr())
         tensors[name] = tensor.to(half_type(tensor.dtype)) if name in halved else tensor.contiguous()
+        _check_finite(name, tensors[name])
     linears: dict[str, tuple[int, int]] = {}
     if bits != 16:
         for name, linear in candidates.items():
@@ -253,10 +259,6 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, Path]:
     return found
 
 
-def _check_finite(key: ExpertKey, tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise CheckpointError(
-                f"{name} of expert {key.expert} in layer {key.layer} holds numbers that are not finite: the checkpoint "
-                "is damaged, fetch it again"
-            )
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not bool(tensor.isfinite().all()):
+        raise CheckpointError(f"{name} holds numbers that are not finite: the checkpoint is damaged, fetch it again")

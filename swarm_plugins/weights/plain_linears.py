@@ -16,6 +16,8 @@ from swarm_plugins.weights.names import FP16
 
 _MOST_COPIED_ROWS = 16
 """Rows whose product a copied weight forms; a prompt's last token is one."""
+_NUM_COMPARED = 512
+"""Elements by which a weight is known again."""
 
 
 class FewRowsLinear(nn.Linear):
@@ -37,10 +39,13 @@ class CopiedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
-        if torch.is_grad_enabled() or not 0 < input.shape[:-1].numel() <= _MOST_COPIED_ROWS:
-            return functional.linear(input, self.weight, self.bias)
-        weight = self.weight
-        state = (weight.data_ptr(), weight._version, weight.dtype)
+        weight, is_trained = self.weight, torch.is_grad_enabled()
+        if is_trained and weight.requires_grad:
+            # The step that follows changes it.
+            self.__dict__.pop("copied", None)
+        if is_trained or not 0 < input.shape[:-1].numel() <= _MOST_COPIED_ROWS or not _is_known_again(weight):
+            return functional.linear(input, weight, self.bias)
+        state = _state(weight)
         copied = self.__dict__.get("copied")
         if copied is None or copied[0] != state:
             copied = self.__dict__["copied"] = (state, *self._copied())
@@ -52,15 +57,31 @@ class CopiedLinear(nn.Linear):
         return result if self.bias is None else result + self.bias
 
     def _copied(self) -> tuple[Fp16Kernel | None, dict[str, Any]]:
-        """Returns the copy; no kernel if the weight is beyond its range, or elsewhere by now."""
+        """Returns the copy; no kernel if the weight is beyond its range."""
         kernel = Fp16Kernel(PlainFormat((self.out_features, self.in_features), self.weight.dtype))
         parts = {"codes": self.weight.detach()}
-        is_known = self.weight.is_cpu and FP16 in candidates(kernel.format)
+        is_known = FP16 in candidates(kernel.format)
         return (kernel, kernel.prepare(parts)) if is_known and kernel.takes(parts) else (None, {})
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies of a model make their own when they need one.
         return {name: value for name, value in self.__dict__.items() if name != "copied"}
+
+
+def _is_known_again(weight: Tensor) -> bool:
+    """Returns whether `_state` can tell a weight; those made in inference mode count no versions."""
+    return weight.is_cpu and weight.element_size() == 2 and weight.is_contiguous() and not weight.is_inference()
+
+
+def _state(weight: Tensor) -> tuple[object, ...]:
+    """Returns what is another once a weight has changed: fused optimizers and ``weight.data`` count no version.
+
+    Of its numbers only some are looked at: all would take as long as the product. A few rows that change without a
+    version may be missed.
+    """
+    step = weight.numel() // _NUM_COMPARED | 1  # odd, so that these do not stay in a few columns
+    some = weight.detach().view(torch.int16).flatten()[::step]
+    return weight.data_ptr(), weight._version, weight.dtype, some.tolist()
 
 
 def has_plain_weight(layer: object) -> bool:

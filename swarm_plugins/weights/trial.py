@@ -144,8 +144,10 @@ def try_out(
         start = time.perf_counter()
         prepared = _prepared(stored, dropped, among)
         small = _prepared(format_with(stored, (SMALL_ROWS, stored.shape[1])), dropped, among)
-        rows = [torch.randn(count, stored.shape[1]).to(_row_type(stored)) for count in (FEW, MANY)]
-        grad = torch.randn(MANY, stored.shape[0]).to(_row_type(stored))
+        # Loading a model leaves the user's random numbers alone.
+        own = torch.Generator().manual_seed(2)
+        rows = [torch.randn(count, stored.shape[1], generator=own).to(_row_type(stored)) for count in (FEW, MANY)]
+        grad = torch.randn(MANY, stored.shape[0], generator=own).to(_row_type(stored))
         taken: dict[str, list[list[float]]] = {name: [[], [], []] for name in prepared}
         for done in range(_MOST_ROUNDS):
             if done >= _LEAST_ROUNDS and time.perf_counter() - start > budget_s / len(formats):

@@ -70,6 +70,18 @@ def test_the_papers_policy_gives_the_same_bits_and_refuses_fewer_experts_than_a_
             load_offloaded(path, OffloadConfig(fast_bytes=num * FEW_BYTES, policy="lru"), device="cpu")
 
 
+@pytest.mark.parametrize("num_experts", [2, 6])
+def test_the_papers_policy_keeps_all_experts_if_there_is_room(tmp_path: Path, num_experts: int) -> None:
+    save_toy("mixtral", tmp_path, num_local_experts=num_experts)
+    model = load_offloaded(tmp_path, OffloadConfig(fast_bytes=1 << 30, policy="lru", prefetch=True), device="cpu")
+    ids = tokens(4, 20)
+    logits(model, ids)
+    warm = model.offload_stats()
+    assert warm.uses == dict.fromkeys(range(3), (1,) * num_experts)
+    logits(model, ids)
+    assert model.offload_stats().misses == warm.misses
+
+
 def test_experts_that_are_read_in_place_give_the_bits_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of 192 KB, in files with headers of several lengths: the bits of a product depend on how a weight is aligned.
     local = toy("mixtral", hidden_size=64, intermediate_size=256)

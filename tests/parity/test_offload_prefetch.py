@@ -15,6 +15,7 @@ import torch
 from offload_models import SETTINGS, Toys, tokens
 from torch import nn
 
+from swarm_plugins.errors import NumericError
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.ahead.prefetch import MAX_ROWS, _Predictor
 from swarm_plugins.offload.stats import OffloadStats
@@ -70,6 +71,17 @@ def test_routers_are_asked_early_for_few_tokens_only(toys: Toys, monkeypatch: py
         model(tokens(1, length))
     # Who follows whom was seen in the prompt.
     assert asked == [MAX_ROWS + 1, MAX_ROWS, 1, 2, 2, 1, 1, 2, 2]
+
+
+def test_passes_after_one_that_overflowed_are_as_before(toys: Toys) -> None:
+    model, ids = load(toys("prmoe"), prefetch=True), tokens(1, 1)
+    for _ in range(3):  # who follows whom, and by how much, has to be seen
+        expected = model(ids).logits
+    overflow = model.model.layers[0].register_forward_hook(lambda module, given, output: output * torch.inf)
+    with pytest.raises(NumericError):
+        model(ids)
+    overflow.remove()
+    assert torch.equal(model(ids).logits, expected)
 
 
 def test_guessing_draws_no_random_numbers_and_records_no_router_logits(toys: Toys) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from swarm_plugins.blocks import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import blocks_that_fit
 from swarm_plugins.server.startup.weights import hosted_weights
@@ -127,6 +128,16 @@ def test_headers_that_do_not_fit_are_refused_before_weights_are_read(
     monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(CheckpointError, match=message):
         load(changed(saved(way), tmp_path, change))
+
+
+def test_experts_that_are_there_twice_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    def double(tensors: Tensors) -> None:
+        # As a model without its head would call them.
+        names = [name for name in tensors if name.startswith(f"{EXPERTS}_")]
+        tensors.update({name.removeprefix("model."): tensors[name].clone() for name in names})
+
+    with pytest.raises(CheckpointError, match=rf" and {EXPERTS} in .* are both {EXPERTS}: fetch it again"):
+        MoeCheckpoint.open(changed(saved("mxfp4"), tmp_path, double))
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,12 @@ class _Seen:
             return
         if now.shape != before.shape or not _is_alike(now, before):
             return
-        drift, width = self.drift, now.shape[-1]
-        added = (now - before).reshape(-1, width).mean(0)
-        if drift is not None and _is_alike(drift, added):
-            # An overflowed pass must not stay in the mean forever.
-            added = torch.where(drift.isfinite(), torch.lerp(drift, added, _DRIFT_RATE), added)
-        self.drift = added
+        drift, mean = self.drift, (now - before).reshape(-1, now.shape[-1]).mean(0)
+        if drift is not None and _is_alike(drift, mean):
+            mean = torch.lerp(drift, mean, _DRIFT_RATE)
+        # An overflowed pass must not stay in the mean forever.
+        if bool(mean.isfinite().all()):
+            self.drift = mean
 
 
 class _Predictor:
@@ -169,6 +169,9 @@ class _Predictor:
             chosen = answer[2]
             # [T, k], best first for each token: transposed, all first choices come before all second ones.
             experts = chosen.reshape(-1, chosen.shape[-1]).t().flatten().tolist()
+        except ArithmeticError:
+            # Some routers refuse what has overflowed; the next token's input may be fine.
+            return ()
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             log.info("no speculative loading for layer %d: its router cannot be asked early: %r", layer, error)
             self._unfit.add(layer)

@@ -41,10 +41,11 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
 def least_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int], num_readers: int) -> int:
     """Returns the smallest budget: one expert for each reader to fill and one to compute with, at most all."""
     largest = max(expert_bytes.values(), default=0)
-    return min((num_readers + 1) * largest, _all_bytes(expert_bytes, num_experts))
+    return min((num_readers + 1) * largest, all_bytes(expert_bytes, num_experts))
 
 
-def _all_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
+def all_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
+    """Returns the size of all experts."""
     return sum(size * num_experts[layer] for layer, size in expert_bytes.items())
 
 
@@ -69,19 +70,19 @@ def choose_fast_bytes(
             f"{max(expert_bytes.values(), default=0)} bytes to compute with, and one for each of "
             f"{config.num_readers} readers; raise fast_bytes, lower num_readers, or take a lower expert_bits"
         )
-    return min(budget, _all_bytes(expert_bytes, num_experts))
+    return min(budget, all_bytes(expert_bytes, num_experts))
 
 
 def choose_ram_bytes(config: OffloadConfig, stored_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
     """Returns the budget of pinned RAM for a CUDA device: as configured or half of what is free, at most all."""
     # Pages that cannot be swapped or dropped: half is left for everything else that runs here.
     budget = config.ram_bytes if config.ram_bytes is not None else _less_reserve(free_host_bytes()) // 2
-    return min(budget, _all_bytes(stored_bytes, num_experts))
+    return min(budget, all_bytes(stored_bytes, num_experts))
 
 
 def holds_all(num_bytes: int, expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> bool:
     """Returns whether a budget has room for all experts."""
-    return num_bytes >= _all_bytes(expert_bytes, num_experts)
+    return num_bytes >= all_bytes(expert_bytes, num_experts)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.cache.budget import all_bytes, holds_all
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.interfaces import ExpertKey
 
@@ -18,21 +19,26 @@ NUM_STAGED = 4
 
 
 class LayerLru(Residency):
-    """Keeps ``num_per_layer`` experts of each layer, the last used, and `NUM_STAGED` others.
+    """Keeps ``num_per_layer`` experts of each layer, the last used, and `NUM_STAGED` others; all if there is room.
 
     Raises:
-        CapacityError: If the budget has no room for one expert of each layer besides the staged ones.
+        CapacityError: If the budget has no room for one expert of each layer besides the staged ones, nor for all.
     """
 
     def __init__(self, num_experts: Mapping[int, int], expert_bytes: Mapping[int, int], budget_bytes: int) -> None:
         super().__init__(num_experts, expert_bytes, budget_bytes)
         staged, one_each = NUM_STAGED * max(expert_bytes.values(), default=0), sum(expert_bytes.values())
-        self.num_per_layer = (budget_bytes - staged) // one_each if one_each else 0
+        if holds_all(budget_bytes, expert_bytes, num_experts):
+            # Then nothing makes room for what is read ahead.
+            self.num_per_layer = max(num_experts.values(), default=0)
+        else:
+            self.num_per_layer = (budget_bytes - staged) // one_each
         if self.num_per_layer < 1 and num_experts:
             raise CapacityError(
                 f'policy="lru" with {budget_bytes} bytes: one expert of each of {len(num_experts)} layers and '
-                f"{NUM_STAGED} that are read ahead take {one_each + staged}; raise fast_bytes, take a lower "
-                'expert_bits, or policy="counting"'
+                f"{NUM_STAGED} that are read ahead take {one_each + staged}, all experts "
+                f"{all_bytes(expert_bytes, num_experts)}; raise fast_bytes, take a lower expert_bits, or "
+                'policy="counting"'
             )
         self._kept: dict[int, list[int]] = {layer: [] for layer in num_experts}
         """The layers' experts, the last used at the end."""

@@ -147,7 +147,7 @@ class MoeCheckpoint:
         placing = None
         if quantized is not None:
             store, others = quantized.of_layers(paths), quantized.other_tensors()
-            is_transposed = dict.fromkeys(paths, False)
+            is_transposed = {layer: quantized.manifest.layers[str(layer)].is_transposed for layer in paths}
         elif published is not None:
             placing = place(published, outline, {name: name for name in checkpoint.tensors})
             found = locate_published(outline, paths, placing)

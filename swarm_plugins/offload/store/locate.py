@@ -141,14 +141,21 @@ def _expert_tensor(
         _check_group(target, group, expected[0], is_merged)
     first = groups[0][0]
     shapes = [group[0].shape if is_merged else group[0].shape[1:] for group in groups]
-    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     wanted = expected[1:][::-1] if is_transposed else expected[1:]
+    for group, one in zip(groups, shapes, strict=True):
+        if not one or one[1:] != wanted[1:]:
+            raise _misfit(group[0], one, wanted)
+    shape = (sum(one[0] for one in shapes), *wanted[1:])
     if shape != wanted or any(info.dtype != first.dtype for group in groups for info in group):
-        raise CheckpointError(
-            f"{first.name} in {first.file} makes experts of shape {list(shape)} of {first.dtype}, its config asks for "
-            f"{list(wanted)} of one type: config and weights do not belong together"
-        )
+        raise _misfit(first, shape, wanted)
     return ExpertTensor(target.rpartition(".")[2], expected[0], first.dtype, shape, is_transposed, groups)
+
+
+def _misfit(info: TensorInfo, shape: tuple[int, ...], wanted: tuple[int, ...]) -> CheckpointError:
+    return CheckpointError(
+        f"{info.name} in {info.file} makes experts of shape {list(shape)} of {info.dtype}, its config asks for "
+        f"{list(wanted)} of one type: config and weights do not belong together"
+    )
 
 
 def _conversion(

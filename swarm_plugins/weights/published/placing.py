@@ -233,7 +233,11 @@ def _stack(
     is_vector = len(sides) == 1
     rows, columns = (sides[0], 1) if is_vector else reversed(sides) if module.is_transposed else sides
     if set(by_pattern) == {None}:
-        [plain] = by_pattern[None]
+        plain, *others = by_pattern[None]
+        if others:
+            raise CheckpointError(
+                f"{plain} and {others[0]} in {published.checkpoint.name} are both {target}: fetch it again"
+            )
         if module.is_transposed and codes_of(groups[plain]) == plain:
             raise UnsupportedError(
                 f"{target} lies as [in, out] and is packed as {published.name}, which is known as [out, in]: give the "

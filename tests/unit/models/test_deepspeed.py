@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed_kit import ARGUMENTS, GPT, HEADS, LAST, SMALL, check_equal, model_of, write
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.models import from_deepspeed
 
 
@@ -27,6 +27,33 @@ def test_a_llama_like_model_with_fewer_keys_is_read(tmp_path: Path, residual: An
     arguments = {"num_attention_heads": HEADS, "topk": 2, "swiglu": True}
     write(tmp_path / "a", model, arguments=arguments, is_nested=False)
     check_equal(from_deepspeed(tmp_path / "a" / LAST), model)
+
+
+@pytest.mark.parametrize("theta", [500, None])
+def test_the_base_of_rotary_positions_is_read(tmp_path: Path, theta: int | None) -> None:
+    rope = {"rope_type": "default", "rope_theta": float(theta or 10_000)}
+    model = model_of({**SMALL, "rope_parameters": rope})
+    arguments = {"num_attention_heads": HEADS, "topk": 1, "swiglu": True, "use_rotary_position_embeddings": True}
+    write(tmp_path / "a", model, arguments=arguments | ({"rope_theta": theta} if theta else {}), is_nested=False)
+    found = from_deepspeed(tmp_path / "a")
+    check_equal(found, model)
+    assert found.config.rope_parameters == rope
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "says"),
+    [
+        (SMALL, {"rope_theta": 0}, r"with rope_theta=0\.0, which"),
+        (SMALL, {"use_rotary_position_embeddings": False}, "embeddings=False and no learned positions, which"),
+        (GPT, {"use_rotary_position_embeddings": True}, "embeddings=True and learned positions, which"),
+    ],
+)
+def test_positions_of_other_kinds_are_refused(
+    tmp_path: Path, settings: dict[str, Any], changed: dict[str, Any], says: str
+) -> None:
+    write(tmp_path / "a", model_of(settings), arguments=ARGUMENTS | changed, is_nested=False)
+    with pytest.raises(UnsupportedError, match=says):
+        from_deepspeed(tmp_path / "a")
 
 
 def test_without_a_command_line_the_settings_are_asked_for(tmp_path: Path) -> None:

@@ -199,6 +199,12 @@ def test_a_kernel_that_fails_is_dropped_and_named_once(
         check(stored, _Wrong(stored), parts_of(stored))
 
 
+def test_trying_out_takes_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    assert try_out([PlainFormat((64, 64), torch.float32)], budget_s=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_best_of_both_products_is_chosen_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,18 +251,60 @@ def test_a_head_in_halves_trains_and_stays_tied(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(model.lm_head.weight.grad, hidden[0].expand(64, 16))
 
 
-def test_a_copied_weight_follows_its_layer() -> None:
+def copied_layer() -> CopiedLinear:
     layer = nn.Linear(96, 64, dtype=torch.bfloat16)
     layer.__class__ = CopiedLinear
+    assert isinstance(layer, CopiedLinear)
+    return layer
+
+
+def check_product(layer: CopiedLinear, hidden: Tensor) -> None:
+    with torch.no_grad():
+        expected = functional.linear(hidden, layer.weight, layer.bias)
+        torch.testing.assert_close(layer(hidden), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_copied_weight_follows_its_layer() -> None:
+    layer = copied_layer()
     assert has_plain_weight(layer)
     hidden = torch.randn(1, 3, 96, dtype=torch.bfloat16)
     with torch.no_grad():
         for factor in (1, 2, 1e9):  # the last is beyond float16
             layer.weight.mul_(factor)
-            expected = functional.linear(hidden, layer.weight, layer.bias)
-            torch.testing.assert_close(layer(hidden), expected, rtol=2e-2, atol=2e-2)
+            check_product(layer, hidden)
         assert layer(hidden[:0]).shape == (0, 3, 64)
     assert "copied" in layer.__dict__
     assert "copied" not in copy.deepcopy(layer).__dict__
     layer(hidden).float().sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("is_merged", [True, False], ids=["merged", "fused step"])
+def test_a_copied_weight_follows_changes_that_count_no_version(is_merged: bool) -> None:
+    layer, hidden = copied_layer(), torch.ones(1, 3, 96, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    layer(hidden).float().sum().backward()
+    check_product(layer, hidden)  # makes a copy
+    if is_merged:
+        layer.weight.data.add_(1)
+    else:
+        optimizer.step()
+    check_product(layer, hidden)
+
+
+def test_a_copy_goes_where_its_weight_trains() -> None:
+    layer, hidden = copied_layer(), torch.ones(1, 3, 96, dtype=torch.bfloat16)
+    layer.requires_grad_(False)
+    check_product(layer, hidden)
+    layer(hidden)
+    is_kept = "copied" in layer.__dict__
+    layer.requires_grad_(True)
+    layer(hidden)
+    assert (is_kept, "copied" in layer.__dict__) == (True, False)
+
+
+def test_a_weight_of_inference_mode_is_not_copied() -> None:
+    with torch.inference_mode():
+        layer = copied_layer()
+    check_product(layer, torch.randn(1, 3, 96, dtype=torch.bfloat16))
+    assert "copied" not in layer.__dict__

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from swarm_plugins.errors import NumericError
 from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.offload.ahead.prefetch import LOOK_AHEAD, _Predictor
 
@@ -44,6 +45,8 @@ class Largest(nn.Module):
     def forward(self, hidden: Tensor) -> Any:
         if hidden.dtype != self.dtype:
             raise RuntimeError("as a product of two types does")
+        if not hidden.isfinite().all():
+            raise NumericError("as the routers of PR-MoE do")
         weights, chosen = hidden.topk(1)
         return hidden, weights, chosen
 
@@ -125,14 +128,27 @@ def test_a_prompt_is_no_measure(notes: Notes, walk: Any) -> None:
     assert all(experts == [3] for _, experts in notes.guesses)
 
 
-@pytest.mark.parametrize("odd", [torch.full((1, NUM_EXPERTS), torch.inf), torch.full((1, NUM_EXPERTS), torch.nan)])
-def test_a_pass_that_overflowed_is_forgotten(notes: Notes, walk: Any, odd: Tensor) -> None:
-    for _ in range(2):
+@pytest.mark.parametrize("odd", [torch.inf, torch.nan])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_pass_that_overflowed_leaves_no_trace(notes: Notes, walk: Any, odd: float, num_before: int) -> None:
+    expected = [(layer, [layer]) for layer in (1, 2, 2, 3, 3, 4, 4)]
+    for _ in range(num_before):
         walk(unit)
-    walk(lambda layer: odd if layer == 2 else unit(layer))
-    for _ in range(60):
+    with pytest.raises(NumericError):
+        walk(lambda layer: torch.full((1, NUM_EXPERTS), odd) if layer == 2 else unit(layer))
+    for _ in range(max(1, 2 - num_before)):
         walk(unit)
-    assert notes.guesses == [(layer, [layer]) for layer in (1, 2, 2, 3, 3, 4, 4)]
+    assert notes.guesses == expected
+
+
+def test_what_overflows_when_the_mean_is_added_is_not_guessed(notes: Notes, walk: Any) -> None:
+    largest = torch.finfo(torch.float32).max
+    walk(lambda layer: largest * unit(3) if layer == 1 else unit(3))
+    # Its input and the mean are too much for layer 1, and only in this pass.
+    walk(lambda layer: largest * unit(3) if layer < 2 else unit(3))
+    assert notes.guesses[0] == (1, [])
+    walk(lambda layer: unit(3))
+    assert notes.guesses[0] == (1, [3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

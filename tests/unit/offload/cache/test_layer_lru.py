@@ -70,5 +70,16 @@ def test_bookkeeping_is_rebuilt_after_an_interruption() -> None:
 
 
 def test_a_budget_without_room_for_one_of_each_layer_is_refused() -> None:
-    with pytest.raises(CapacityError, match=r"119 bytes: one expert of each of 3 layers and 4 .* take 120; raise"):
+    with pytest.raises(CapacityError, match=r"119 bytes: one .* of 3 layers and 4 .* take 120, all experts 280; raise"):
         LayerLru(NUM_EXPERTS, SIZES, 119)
+
+
+def test_a_budget_for_all_keeps_all_whatever_is_read_ahead() -> None:
+    policy = LayerLru({0: 2, 1: 3}, {0: 10, 1: 10}, 50)
+    keys = [ExpertKey(layer, expert) for layer, count in ((0, 2), (1, 3)) for expert in range(count)]
+    for key in keys:
+        assert policy.admit(key, is_guess=key.expert == 1) == []
+        policy.use(key.layer, [key.expert])
+    assert policy.residents == {0: {0, 1}, 1: {0, 1, 2}}
+    with pytest.raises(CapacityError, match=r"49 bytes: .* take 60, all experts 50; raise"):
+        LayerLru({0: 2, 1: 3}, {0: 10, 1: 10}, 49)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,7 @@ def located_with(change: Callable[[Tensors], None], tmp_path: Path, family: str 
 
 
 W1 = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
+W3 = W1.replace("w1", "w3")
 
 
 def reshaped(info: TensorInfo, *shape: int) -> TensorInfo:
@@ -150,6 +152,29 @@ def test_a_fused_tensor_with_another_number_of_experts_is_named(tmp_path: Path) 
 
     with pytest.raises(CheckpointError, match=r"has shape \[5, 32, 48\].*needs one tensor with 6 experts"):
         located_with(change, tmp_path, is_fused=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fused", "shape"),
+    [
+        ("model.layers.0.mlp.experts.down_proj", True, (6,)),
+        (W1, False, ()),
+        # As many rows as the config asks for.
+        (W3, False, (48,)),
+    ],
+    ids=["stacked numbers", "a number each", "vectors beside matrices"],
+)
+def test_experts_of_fewer_dimensions_are_named(
+    tmp_path: Path, name: str, is_fused: bool, shape: tuple[int, ...]
+) -> None:
+    def change(tensors: Tensors) -> None:
+        for each in [name.format(expert) for expert in range(6)]:
+            tensors[each] = reshaped(tensors[each], *shape)
+
+    left = list(shape[1:] if is_fused else shape)
+    says = rf"{re.escape(name.format(0))} in .* makes experts of shape {re.escape(str(left))} of .*do not belong"
+    with pytest.raises(CheckpointError, match=says):
+        located_with(change, tmp_path, is_fused=is_fused)
 
 
 def test_types_that_differ_within_a_matrix_are_refused(tmp_path: Path) -> None:

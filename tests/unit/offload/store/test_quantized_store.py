@@ -158,14 +158,23 @@ def test_a_config_that_names_no_type_gets_that_of_the_weights(plain: Path, tmp_p
     assert load_offloaded(tmp_path / "out", device="cpu").dtype == torch.float32
 
 
-def test_numbers_that_are_not_finite_are_named(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ("experts.2.w1", "gate_up_proj of expert 2 in layer 1"),
+        ("self_attn.q_proj", r"model\.layers\.1\.self_attn\.q_proj\.weight"),
+        ("input_layernorm", r"model\.layers\.1\.input_layernorm\.weight"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named(plain: Path, tmp_path: Path, part: str, says: str) -> None:
     broken = Path(shutil.copytree(plain, tmp_path / "broken"))
     tensors = load_file(broken / "model.safetensors")
-    name = next(name for name in tensors if "layers.1." in name and "experts.2.w1" in name)
-    tensors[name][0, 0] = torch.nan
+    name = next(name for name in tensors if "layers.1." in name and part in name)
+    tensors[name].flatten()[0] = torch.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"gate_up_proj of expert 2 in layer 1 holds numbers that are not finite"):
+    with pytest.raises(CheckpointError, match=f"{says} holds numbers that are not finite"):
         make(broken, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_little_space_is_said_beforehand(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
