@@ -150,10 +150,10 @@ _TAKEN = "the name belongs to another user, or the token may only read; use a re
 _REFUSALS: tuple[tuple[type[Exception] | int, str | None, HubErrorKind, str], ...] = (
     (RevisionNotFoundError, None, "no revision", "no such revision ({said}); give a branch, a tag or a commit of it"),
     (EntryNotFoundError, None, "no file", "no such file ({said}); if it belongs there, its upload is incomplete"),
-    (GatedRepoError, None, "other", "the repository is gated ({said}); ask for access on its page, then {login}"),
+    (GatedRepoError, None, "no access", "the repository is gated ({said}); ask for access on its page, then {login}"),
     (401, "read", "no repository", "no such repository, or a private one ({said}); check its name or {login}"),
     (401, "write", "other", "no valid token, or no such repository for this token ({said}); {login}"),
-    (403, "read", "other", "not allowed ({said}); {login}"),
+    (403, "read", "no access", "not allowed ({said}); {login}"),
     (403, "write", "other", f"not allowed ({{said}}): {_TAKEN}"),
     (404, None, "no repository", "not found ({said}); check the name or {login}"),
     (409, None, "conflict", "taken ({said}); choose another name"),
