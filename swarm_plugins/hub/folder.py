@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,5 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> Path:
 
 
 def push_command(folder: Path) -> str:
-    """Returns the command that publishes a folder."""
-    text = str(folder)
-    return f"swarm push {text!r}" if any(char.isspace() for char in text) else f"swarm push {text}"
+    """Returns the command that publishes a folder, as a shell takes it."""
+    return shlex.join(["swarm", "push", str(folder)])

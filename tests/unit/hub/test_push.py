@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -195,6 +196,8 @@ def test_a_damaged_note_of_the_target_is_refused(make_folder: MakeFolder) -> Non
         PushTarget.read(folder)
 
 
-def test_the_command_can_be_pasted() -> None:
-    assert push_command(Path("/a/b")) == "swarm push /a/b"
-    assert push_command(Path("/a b/c")) == "swarm push '/a b/c'"
+@pytest.mark.parametrize("place", ["/a/b", "/a b/c", "/data/R&D/s", "/tmp/(x)/s", "/tmp/it's/s"])
+def test_the_command_can_be_pasted(place: str) -> None:
+    # Unlike shlex.split, it ends words at & and parentheses, as a shell does.
+    words = shlex.shlex(push_command(Path(place)), posix=True, punctuation_chars=True)
+    assert list(words) == ["swarm", "push", place]
