@@ -171,9 +171,9 @@ class Publishing:
         if step > 0 and step != self._step:
             written = self._write("interrupted", step, metrics)
             if written is not None:
-                folder, _ = written
+                folder, target = written
                 self.unpushed.append(folder)
-                how = push_command(folder)
+                how = push_command(folder, target.endpoint)
                 log.warning("training was interrupted: the adapter is in %s; publish it with: %s", folder, how)
         self._close(min(_INTERRUPTED_S, self.finish_s))
 

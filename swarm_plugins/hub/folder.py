@@ -135,6 +135,7 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> Path:
     raise CheckpointError(f"{folder.parent} has {_MAX_SAME_NAME} folders named {folder.name}; remove some")
 
 
-def push_command(folder: Path) -> str:
-    """Returns the command that publishes a folder, as a shell takes it."""
-    return shlex.join(["swarm", "push", str(folder)])
+def push_command(folder: Path, endpoint: str | None) -> str:
+    """Returns the command that publishes a folder, to the Hub at an address if it was meant for one, for a shell."""
+    to = [] if endpoint is None else ["--endpoint", endpoint]
+    return shlex.join(["swarm", "push", str(folder), *to])

@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 import random
+import shlex
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-from swarm_plugins.errors import CapacityError, CheckpointError, HubError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.card import card_of_folder
 from swarm_plugins.hub.download import Refs, read_file
 from swarm_plugins.hub.folder import CARD_FILE, PushTarget, files_to_push
@@ -106,6 +107,24 @@ def push_folder(
     with contextlib.suppress(OSError):
         msgspec.structs.replace(target, pushed_as=pushed.tag).write(folder)
     return pushed
+
+
+def hub_to_push_to(target: PushTarget, endpoint: str | None) -> str:
+    """Returns the address that a push from the command line goes to: the one given, or else ``HF_ENDPOINT``.
+
+    The folder may come from somebody else: its ``push.json`` alone does not choose who gets the user's token.
+
+    Raises:
+        ConfigError: If ``push.json`` names another Hub, and no address is given.
+    """
+    chosen = (constants.ENDPOINT if endpoint is None else endpoint).rstrip("/")
+    if endpoint is None and target.endpoint is not None and target.endpoint.rstrip("/") != chosen:
+        named = shlex.quote(target.endpoint)
+        raise ConfigError(
+            f"push.json was written for the Hub at {named}, but the one in use here is {chosen}: say which one gets "
+            f"the files and your token, with --endpoint {named} or --endpoint {chosen}"
+        )
+    return chosen
 
 
 def retried(

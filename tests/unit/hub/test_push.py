@@ -11,10 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from swarm_plugins.cli.main import app
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError
 from swarm_plugins.hub import PushTarget, RetryPlan, push_folder
 from swarm_plugins.hub.folder import push_command
+from swarm_plugins.hub.push import hub_to_push_to
 from swarm_plugins.local_hub import LocalHub
 
 TOKEN = "token-of-alice"
@@ -157,7 +160,7 @@ def test_a_stop_ends_the_tries(hub: LocalHub, target: PushTarget, make_folder: M
     hub.faults.is_down = True
     stop = threading.Event()
     stop.set()
-    with pytest.raises(HubError, match=r"cannot be reached"):
+    with pytest.raises(HubError, match=rf"cannot be reached at {hub.endpoint} "):
         push_folder(make_folder(), target, token=TOKEN, retries=RetryPlan(first_pause_s=60), stop=stop)
 
 
@@ -196,8 +199,38 @@ def test_a_damaged_note_of_the_target_is_refused(make_folder: MakeFolder) -> Non
         PushTarget.read(folder)
 
 
+def swarm_push(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["push", *map(str, words)])
+    assert "Traceback" not in result.output
+    return result.exit_code, result.output
+
+
+def test_the_command_sends_no_token_to_a_hub_that_the_folder_alone_names(
+    hub: LocalHub, make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    folder = make_folder()
+    PushTarget(repo_id="alice/adapter", endpoint=f"{hub.endpoint}/").write(folder)
+    for words in ([folder], [folder, "--repo", "alice/mine"]):
+        code, output = swarm_push(*words)
+        assert (code, hub.requests) == (2, [])
+        assert f"say which one gets the files and your token, with --endpoint {hub.endpoint}/ or " in output
+    code, output = swarm_push(folder, "--endpoint", hub.endpoint)
+    assert (code, tags(hub).keys()) == (0, {"v1"})
+    assert f"Publishing {folder} to alice/adapter at {hub.endpoint} ..." in output
+
+
+@pytest.mark.parametrize("named", [None, "http://127.0.0.1:8", "http://127.0.0.1:8/"])
+def test_the_hub_in_use_may_be_named_by_the_folder(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:8")
+    target = PushTarget(repo_id="alice/adapter", endpoint=named)
+    assert hub_to_push_to(target, None) == "http://127.0.0.1:8"
+    assert hub_to_push_to(target, "http://127.0.0.1:9/") == "http://127.0.0.1:9"
+
+
 @pytest.mark.parametrize("place", ["/a/b", "/a b/c", "/data/R&D/s", "/tmp/(x)/s", "/tmp/it's/s"])
 def test_the_command_can_be_pasted(place: str) -> None:
     # Unlike shlex.split, it ends words at & and parentheses, as a shell does.
-    words = shlex.shlex(push_command(Path(place)), posix=True, punctuation_chars=True)
-    assert list(words) == ["swarm", "push", place]
+    words = shlex.shlex(push_command(Path(place), "http://[::1]:8/a&b"), posix=True, punctuation_chars=True)
+    assert list(words) == ["swarm", "push", place, "--endpoint", "http://[::1]:8/a&b"]
+    assert "--endpoint" not in push_command(Path(place), None)
