@@ -148,8 +148,8 @@ class Publishing:
             self._worker.submit(*written)
 
     def publish_if_best(self, monitor: str | None, mode: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Publishes if the monitored metric is at a new best."""
-        if "best" in self.on and self.note_if_best(monitor, mode, metrics):
+        """Publishes if the monitored metric is at a new best; what is evaluated outside of training does not count."""
+        if self._worker is not None and "best" in self.on and self.note_if_best(monitor, mode, metrics):
             self.publish("best", step, metrics)
 
     def note_if_best(self, monitor: str | None, mode: str, metrics: Mapping[str, Any]) -> bool:

@@ -125,6 +125,23 @@ def test_a_trainer_publishes_to_several_repositories_and_resumes_each(
     assert resumed(tmp_path / "earlier.ckpt") == [0.25, 0.25], "of a version that knew one callback only"
 
 
+def test_lightning_publishes_the_first_best_of_a_training_whatever_was_validated_before(
+    hub: LocalHub, base_dir: Path, tmp_path: Path
+) -> None:
+    pl = importlib.import_module(SPELLINGS[0])
+    # The wrong way round, so that training is never as good as the base.
+    known: dict[str, Any] = {"on": ["best"], "monitor": "val_loss", "mode": "max"}
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST, **known)
+    run, module = trainer(pl, tmp_path, callback), tuner(pl, base_dir)
+    run.validate(module, loader(), verbose=False)
+    assert callback.best is None
+    run.fit(module, loader(), loader())
+    assert [version.folder.name for version in callback.pushed] == ["step-00000002-best"]
+    best = callback.best
+    run.validate(tuner(pl, base_dir), loader(), verbose=False)
+    assert callback.best == best
+
+
 @pytest.mark.parametrize(("step", "expected"), [(1, SystemExit), (2, RuntimeError)])
 def test_an_interrupted_run_leaves_its_adapter_on_disk(
     step: int, expected: type[BaseException], hub: LocalHub, base_dir: Path, tmp_path: Path
@@ -205,6 +222,18 @@ def test_transformers_resumed_publishes_only_what_is_better(hub: LocalHub, adapt
     hf_trainer(adapted(), tmp_path, second, max_steps=6, **options).train(resume_from_checkpoint=True)
     assert second.pushed == []
     assert second.best == first.best
+
+
+def test_transformers_publishes_the_first_best_of_a_training_whatever_was_evaluated_before(
+    hub: LocalHub, adapted: Adapted, tmp_path: Path
+) -> None:
+    callback = HubAdapterTrainerCallback("me/adapter", on=["best"], endpoint=hub.endpoint, token="token", retries=FAST)
+    # The wrong way round, so that training is never as good as what was there.
+    run = hf_trainer(adapted(), tmp_path, callback, metric_for_best_model="loss", greater_is_better=True)
+    run.evaluate()
+    assert callback.best is None
+    run.train()
+    assert [version.folder.name for version in callback.pushed] == ["step-00000002-best"]
 
 
 def test_transformers_with_the_best_model_at_the_end_publishes_that(
