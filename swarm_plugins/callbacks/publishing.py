@@ -92,7 +92,7 @@ class Publishing:
         self.on = tuple(on)
         self.monitor = monitor
         self.mode = mode
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(folder).expanduser()
         self.private = private
         self.tags = tuple(tags)
         self.dataset = dataset

@@ -204,6 +204,18 @@ def test_nothing_to_train_is_said_before_training(hub: LocalHub, adapted: Adapte
         publisher.begin(model, tmp_path)
 
 
+def test_versions_are_written_at_home(
+    hub: LocalHub, adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    publisher = publishing(hub, folder="~/adapters")
+    publisher.begin(adapted(), tmp_path)
+    publisher.publish("end", 1, {})
+    publisher.finish()
+    assert publisher.pushed[0].folder.parent == tmp_path / "home" / "adapters"
+
+
 def test_an_unknown_base_is_said(
     hub: LocalHub, adapted: Adapted, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
