@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import threading
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError
-from swarm_plugins.hub import PushTarget, RetryPlan, push_folder
+from swarm_plugins.hub import Manifest, PushTarget, RetryPlan, push_folder
 from swarm_plugins.hub.folder import push_command
 from swarm_plugins.hub.push import hub_to_push_to
 from swarm_plugins.local_hub import LocalHub
@@ -182,6 +183,29 @@ def test_other_files_of_the_folder_stay_at_home(hub: LocalHub, target: PushTarge
     repo = hub.store.find("alice/adapter")
     assert repo is not None
     assert set(repo.commits[pushed.commit].files) == FILES
+
+
+@pytest.mark.parametrize(
+    ("named", "is_published"),
+    [("/home/alice/base", False), ("~/base", False), ("models/base", False), ("org/base", True), ("base", True)],
+)
+def test_the_path_of_a_base_in_a_directory_stays_at_home(
+    named: str, is_published: bool, hub: LocalHub, target: PushTarget, make_folder: MakeFolder, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    folder = make_folder(base=named, manifest=False)
+    # Of a copy in a directory, too, the id on the Hub may be known.
+    Manifest(base_name="base", base_revision=f"local-{'c' * 40}").write(folder)
+    pushed = push_folder(folder, target, token=TOKEN, retries=FAST)
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    content = repo.commits[pushed.commit].files["adapter_config.json"].content
+    assert isinstance(content, bytes)
+    kept = json.loads((folder / "adapter_config.json").read_bytes())
+    assert kept["base_model_name_or_path"] == named, "merging looks for the base there"
+    assert json.loads(content) == {**kept, "base_model_name_or_path": named if is_published else None}
 
 
 def test_the_library_does_not_advise_what_is_done_on_purpose(
