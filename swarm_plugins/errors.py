@@ -149,7 +149,7 @@ class HubError(SwarmError, OSError):
 
     Args:
         message: What, why, and what to do.
-        kind: What is missing or in conflict.
+        kind: What is missing, closed or in conflict.
         is_passing: Whether trying again later can help.
     """
 

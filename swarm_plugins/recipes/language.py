@@ -54,7 +54,7 @@ class LanguageTuner(pl.LightningModule):
     @property
     def _folder(self) -> Path | None:
         """Where what was trained goes; None for a trial run, too, which would take the name from the real one."""
-        if self.output is None or self.trainer.fast_dev_run:
+        if self.output is None or self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of its connectors
             return None
         return Path(self.output).expanduser().absolute()
 
