@@ -42,10 +42,10 @@ def parse() -> argparse.Namespace:
 
 
 def held_out_loss(fabric: Fabric, model: Any, batches: Any) -> float:
-    """Returns the mean loss on held-out documents."""
+    """Returns the mean loss on held-out documents, over all processes."""
     with torch.no_grad():
         losses = [model(**batch, use_cache=False).loss for batch in itertools.islice(batches, HELD_OUT_BATCHES)]
-    return float(torch.stack(losses).mean())
+    return float(fabric.all_reduce(torch.stack(losses).mean()))
 
 
 def main() -> None:

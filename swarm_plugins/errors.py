@@ -61,7 +61,7 @@ _EXTRAS = {
 }
 """Packages of each extra."""
 
-HubErrorKind = Literal["unreachable", "no repository", "no revision", "no file", "conflict", "other"]
+HubErrorKind = Literal["unreachable", "no repository", "no access", "no revision", "no file", "conflict", "other"]
 
 
 def one_line(exc: BaseException, *, with_kind: bool = False, max_chars: int = 300) -> str:
@@ -149,7 +149,7 @@ class HubError(SwarmError, OSError):
 
     Args:
         message: What, why, and what to do.
-        kind: What is missing or in conflict.
+        kind: What is missing, closed or in conflict.
         is_passing: Whether trying again later can help.
     """
 

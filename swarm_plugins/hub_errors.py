@@ -107,7 +107,7 @@ def _translation(what: str, right: str, exc: Exception) -> HubError:
     if isinstance(exc, LocalTokenNotFoundError):
         return HubError(f"{what}: there is no token; {_LOGIN} {right}")
     if isinstance(exc, httpx2.HTTPError | ConnectionError | TimeoutError | LocalEntryNotFoundError):
-        message = f"{what}: the Hub cannot be reached ({one_line(exc)}); check the network and try again"
+        message = f"{what}: the Hub cannot be reached{_place(exc)} ({one_line(exc)}); check the network and try again"
         return HubError(message, kind="unreachable", is_passing=True)
     if isinstance(exc, json.JSONDecodeError):
         return HubError(f"{what}: the Hub's answer is not JSON ({one_line(exc)}); try again later", is_passing=True)
@@ -116,6 +116,12 @@ def _translation(what: str, right: str, exc: Exception) -> HubError:
         return HubError(f"{what}: the disk is full ({one_line(exc)}); {cure}")
     cause = f" ({one_line(exc.__cause__)})" if exc.__cause__ is not None else ""
     return HubError(f"{what}: {one_line(exc)}{cause}")
+
+
+def _place(exc: Exception) -> str:
+    """Returns " at" and the address that could not be reached; nothing if the error does not tell it."""
+    request = getattr(exc, "_request", None)  # its property raises if there is none
+    return f" at {request.url.scheme}://{request.url.netloc.decode()}" if request is not None else ""
 
 
 def _hidden(exc: Exception) -> Exception | None:
@@ -150,10 +156,10 @@ _TAKEN = "the name belongs to another user, or the token may only read; use a re
 _REFUSALS: tuple[tuple[type[Exception] | int, str | None, HubErrorKind, str], ...] = (
     (RevisionNotFoundError, None, "no revision", "no such revision ({said}); give a branch, a tag or a commit of it"),
     (EntryNotFoundError, None, "no file", "no such file ({said}); if it belongs there, its upload is incomplete"),
-    (GatedRepoError, None, "other", "the repository is gated ({said}); ask for access on its page, then {login}"),
+    (GatedRepoError, None, "no access", "the repository is gated ({said}); ask for access on its page, then {login}"),
     (401, "read", "no repository", "no such repository, or a private one ({said}); check its name or {login}"),
     (401, "write", "other", "no valid token, or no such repository for this token ({said}); {login}"),
-    (403, "read", "other", "not allowed ({said}); {login}"),
+    (403, "read", "no access", "not allowed ({said}); {login}"),
     (403, "write", "other", f"not allowed ({{said}}): {_TAKEN}"),
     (404, None, "no repository", "not found ({said}); check the name or {login}"),
     (409, None, "conflict", "taken ({said}); choose another name"),

@@ -11,7 +11,7 @@ from package_imports import package_files
 
 from swarm_plugins.cli.main import app
 
-MAX_OPTIONS = 161
+MAX_OPTIONS = 162
 MAX_FIELDS = 96
 ENDINGS = ("Config", "Limits", "Settings")
 

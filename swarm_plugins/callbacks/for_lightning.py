@@ -78,6 +78,17 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.interrupt(trainer.global_step, trainer.callback_metrics)
 
+    @property
+    def state_key(self) -> str:
+        """Name of its state in a checkpoint: a Trainer may have a callback for each of several repositories."""
+        return str(self._generate_state_key(repo_id=self.repo_id))
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Takes what earlier versions kept by the class's name; a state of its own is loaded afterwards."""
+        earlier = checkpoint["callbacks"].get(type(self).__qualname__)
+        if earlier is not None:
+            self.load_state_dict(earlier)
+
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 

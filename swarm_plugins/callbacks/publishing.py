@@ -92,7 +92,7 @@ class Publishing:
         self.on = tuple(on)
         self.monitor = monitor
         self.mode = mode
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(folder).expanduser()
         self.private = private
         self.tags = tuple(tags)
         self.dataset = dataset
@@ -148,8 +148,8 @@ class Publishing:
             self._worker.submit(*written)
 
     def publish_if_best(self, monitor: str | None, mode: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Publishes if the monitored metric is at a new best."""
-        if "best" in self.on and self.note_if_best(monitor, mode, metrics):
+        """Publishes if the monitored metric is at a new best; what is evaluated outside of training does not count."""
+        if self._worker is not None and "best" in self.on and self.note_if_best(monitor, mode, metrics):
             self.publish("best", step, metrics)
 
     def note_if_best(self, monitor: str | None, mode: str, metrics: Mapping[str, Any]) -> bool:
@@ -171,9 +171,9 @@ class Publishing:
         if step > 0 and step != self._step:
             written = self._write("interrupted", step, metrics)
             if written is not None:
-                folder, _ = written
+                folder, target = written
                 self.unpushed.append(folder)
-                how = push_command(folder)
+                how = push_command(folder, target.endpoint)
                 log.warning("training was interrupted: the adapter is in %s; publish it with: %s", folder, how)
         self._close(min(_INTERRUPTED_S, self.finish_s))
 

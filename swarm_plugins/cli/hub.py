@@ -38,6 +38,7 @@ def push(
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Visibility of a repository that is made.")
     ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Address of the Hub. Default: HF_ENDPOINT.")] = None,
 ) -> None:
     """Publish an adapter or a model: one commit, then its tag. Uses the token of `hf auth login` or HF_TOKEN."""
     with one_sentence_errors("push"):
@@ -46,6 +47,7 @@ def push(
         from swarm_plugins.errors import ConfigError
         from swarm_plugins.hub import PushTarget, push_folder
         from swarm_plugins.hub.folder import files_to_push
+        from swarm_plugins.hub.push import hub_to_push_to
 
         files_to_push(folder)
         target = PushTarget.read(folder)
@@ -53,8 +55,9 @@ def push(
             if repo is None:
                 raise ConfigError(f"{folder} does not name a repository to publish to: give --repo USER/NAME")
             target = PushTarget(repo_id=repo)
-        given = {"repo_id": repo, "tag": tag, "private": private}
+        address = hub_to_push_to(target, endpoint)
+        given = {"repo_id": repo, "tag": tag, "private": private, "endpoint": endpoint}
         target = msgspec.structs.replace(target, **{key: value for key, value in given.items() if value is not None})
-        typer.echo(f"Publishing {folder} to {target.repo_id} ...")
+        typer.echo(f"Publishing {folder} to {target.repo_id} at {address} ...")
         pushed = push_folder(folder, target)
         typer.echo(f"Published as {pushed.repo_id}@{pushed.tag} (commit {pushed.commit[:12]}).")

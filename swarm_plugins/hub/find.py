@@ -10,7 +10,7 @@ from typing import Literal
 
 from huggingface_hub import HfApi, ModelInfo
 
-from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.download import ANSWER_S, read_file, repo_refs
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, Manifest, PeftFacts
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _MAX_TAGS = 20
 _MAX_LISTED = 20
 _NUM_NAMES = 4
+_OF_ONE_REPOSITORY = ("no repository", "no access", "no revision")
 _COMMIT = re.compile(r"[0-9a-f]{40}|local-[0-9a-f]{40}")
 
 
@@ -62,6 +63,8 @@ def find_adapters(
 ) -> list[FoundAdapter]:
     """Returns the newest fitting version of each adapter of a base model.
 
+    Repositories that this user may not read, or that are deleted meanwhile, are left out with a warning.
+
     Args:
         base: Id of the base on the Hub, or its version.
         revision: Branch, tag or commit of the base. None: any.
@@ -97,7 +100,7 @@ def find_adapters(
         # The Hub takes tasks for tags, too.
         wanted_tags = [tag, *tags, *([task] if task else [])]
         models = within(ANSWER_S, what, lambda: list(api.list_models(filter=wanted_tags, limit=limit)))
-    found = [one for model in models if (one := _newest(api, model, wanted)) is not None]
+    found = [one for model in models if (one := _newest_if_open(api, model, wanted)) is not None]
     found = [one for one in found if peft_type in (None, one.peft_type)]
     return found if sort_by is None else _sorted(found, sort_by, mode)
 
@@ -150,6 +153,17 @@ def _names(record: EvalRecord) -> tuple[str, ...]:
 def _resolved(api: HfApi, base: str, revision: str) -> str:
     with translated_hub_errors(f"look up {base}@{revision}"):
         return str(api.model_info(base, revision=revision, timeout=ANSWER_S).sha)
+
+
+def _newest_if_open(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | None:
+    """As `_newest`; None if the Hub refuses this repository alone: it is gated, or was deleted since it was listed."""
+    try:
+        return _newest(api, model, wanted)
+    except HubError as exc:
+        if exc.kind not in _OF_ONE_REPOSITORY:
+            raise
+        log.warning("%s is left out: %s", model.id, exc)
+        return None
 
 
 def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +135,7 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> Path:
     raise CheckpointError(f"{folder.parent} has {_MAX_SAME_NAME} folders named {folder.name}; remove some")
 
 
-def push_command(folder: Path) -> str:
-    """Returns the command that publishes a folder."""
-    text = str(folder)
-    return f"swarm push {text!r}" if any(char.isspace() for char in text) else f"swarm push {text}"
+def push_command(folder: Path, endpoint: str | None) -> str:
+    """Returns the command that publishes a folder, to the Hub at an address if it was meant for one, for a shell."""
+    to = [] if endpoint is None else ["--endpoint", endpoint]
+    return shlex.join(["swarm", "push", str(folder), *to])

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import random
+import shlex
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,14 +22,15 @@ from urllib.parse import urlsplit
 import msgspec
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-from swarm_plugins.errors import CapacityError, CheckpointError, HubError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.card import card_of_folder
 from swarm_plugins.hub.download import Refs, read_file
-from swarm_plugins.hub.folder import CARD_FILE, PushTarget, files_to_push
+from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, PushTarget, files_to_push
+from swarm_plugins.hub.manifest import Manifest, PeftFacts
 from swarm_plugins.hub.names import next_tag
 from swarm_plugins.hub.results import RESULTS_FILE, parse_results
 from swarm_plugins.hub.results_card import with_results
-from swarm_plugins.hub_errors import translated_hub_errors, within
+from swarm_plugins.hub_errors import repo_id_fault, translated_hub_errors, within
 from swarm_plugins.noise import without_http_advice
 
 log = logging.getLogger(__name__)
@@ -108,6 +111,24 @@ def push_folder(
     return pushed
 
 
+def hub_to_push_to(target: PushTarget, endpoint: str | None) -> str:
+    """Returns the address that a push from the command line goes to: the one given, or else ``HF_ENDPOINT``.
+
+    The folder may come from somebody else: its ``push.json`` alone does not choose who gets the user's token.
+
+    Raises:
+        ConfigError: If ``push.json`` names another Hub, and no address is given.
+    """
+    chosen = (constants.ENDPOINT if endpoint is None else endpoint).rstrip("/")
+    if endpoint is None and target.endpoint is not None and target.endpoint.rstrip("/") != chosen:
+        named = shlex.quote(target.endpoint)
+        raise ConfigError(
+            f"push.json was written for the Hub at {named}, but the one in use here is {chosen}: say which one gets "
+            f"the files and your token, with --endpoint {named} or --endpoint {chosen}"
+        )
+    return chosen
+
+
 def retried(
     what: str,
     call: Callable[[], T],
@@ -156,16 +177,16 @@ def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what
 
 def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
     main = Refs.of(api.list_repo_refs(repo_id)).branches.get("main")
-    card = _changed_card(api, folder, repo_id, main)
+    made = {CARD_FILE: _changed_card(api, folder, repo_id, main), CONFIG_FILE: _changed_config(folder)}
+    changed = {name: text.encode() for name, text in made.items() if text is not None}
     with ExitStack() as stack, without_http_advice():
         # The operations can be used once only, so they are made for each try.
         additions = [
             CommitOperationAdd(path.name, _content(stack, path, api.endpoint))
             for path in files_to_push(folder)
-            if card is None or path.name != CARD_FILE
+            if path.name not in changed
         ]
-        if card is not None:
-            additions.append(CommitOperationAdd(CARD_FILE, io.BytesIO(card.encode())))
+        additions += [CommitOperationAdd(name, io.BytesIO(content)) for name, content in changed.items()]
         # With the parent given, the Hub refuses if another commit came in between.
         info = api.create_commit(repo_id, additions, commit_message=f"Publish {folder.name}", parent_commit=main)
     return str(info.oid)
@@ -184,6 +205,24 @@ def _changed_card(api: HfApi, folder: Path, repo_id: str, main: str | None) -> s
     except (CheckpointError, CapacityError, UnicodeDecodeError) as exc:
         log.warning("the card of %s is published without results: %s", repo_id, exc)
         return made
+
+
+def _changed_config(folder: Path) -> str | None:
+    """Returns PEFT's config without the path of the base, if it was a directory; None if it stays as it is.
+
+    On this machine, merging finds the base by its path; others would learn no more from it than a user's name.
+    """
+    path = folder / CONFIG_FILE
+    named = PeftFacts.parse(path.read_bytes()).base_model_name_or_path if path.is_file() else None
+    if named is None:
+        return None
+    manifest = Manifest.read(folder)
+    base = None if manifest is None else manifest.base
+    # A relative path may look like an id; the id of a base that was loaded from a copy in a directory stays.
+    is_path = repo_id_fault(named) is not None or (base is not None and base.is_local and Path(named).is_dir())
+    if not is_path:
+        return None
+    return json.dumps({**json.loads(path.read_bytes()), "base_model_name_or_path": None}, indent=2, sort_keys=True)
 
 
 def _content(stack: ExitStack, path: Path, endpoint: str) -> Path | BinaryIO:

@@ -45,7 +45,7 @@ def save_student(
             f"config.distillation of {type(model).__name__} is {record!r}: its card could not name a teacher; make the "
             "model with make_student, or train it with StagedDistillation"
         )
-    place = Path(folder)
+    place = Path(folder).expanduser()
     name = place.absolute().name if repo_id is None else check_repo_id(repo_id)
     model.save_pretrained(place, state_dict=state_dict)
     if tokenizer is not None:

@@ -116,9 +116,9 @@ class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
             if (folder, target) in self._unfinished():
                 return
             if len(self._waiting) == _MAX_WAITING:
-                oldest, _ = self._waiting.popleft()
+                oldest, its_target = self._waiting.popleft()
                 self.failed.append(oldest)
-                how = push_command(oldest)
+                how = push_command(oldest, its_target.endpoint)
                 log.warning("upload queue is full: %s stays on disk; publish it with: %s", oldest, how)
             self._add((folder, target))
 
@@ -138,29 +138,27 @@ class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
 
         A later `submit` starts again.
         """
-        late = [folder for folder, _ in self._end(timeout_s)]
-        for folder in late:
-            log.warning(
-                "%s was not published within %.0f s; publish it with: %s", folder, timeout_s, push_command(folder)
-            )
-        return [*self.failed, *late]
+        late = self._end(timeout_s)
+        for folder, target in late:
+            how = push_command(folder, target.endpoint)
+            log.warning("%s was not published within %.0f s; publish it with: %s", folder, timeout_s, how)
+        return [*self.failed, *(folder for folder, _ in late)]
 
     def _work(self, item: tuple[Path, PushTarget], stop: threading.Event) -> None:
         folder, target = item
         try:
             pushed = push_folder(folder, target, token=self._token, retries=self._retries, stop=stop)
         except SwarmError as exc:
-            self._report(folder, str(exc))
+            self._report(folder, target, str(exc))
         except Exception as exc:  # noqa: BLE001  # training goes on, and the next version gets its try
-            self._report(folder, one_line(exc, with_kind=True))
+            self._report(folder, target, one_line(exc, with_kind=True))
         else:
             log.info("%s is published as %s@%s", folder, pushed.repo_id, pushed.tag)
             self.pushed.append(pushed)
             if self._on_pushed is not None:
                 self._on_pushed(pushed)
 
-    def _report(self, folder: Path, reason: str) -> None:
+    def _report(self, folder: Path, target: PushTarget, reason: str) -> None:
         self.failed.append(folder)
-        log.warning(
-            "%s; training goes on, the version stays in %s; publish it with: %s", reason, folder, push_command(folder)
-        )
+        how = push_command(folder, target.endpoint)
+        log.warning("%s; training goes on, the version stays in %s; publish it with: %s", reason, folder, how)

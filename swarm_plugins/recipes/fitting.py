@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ class KeepTrained(Callback):
     def advice(self) -> str | None:
         """What to tell the user, if anything."""
         if self.kept is not None:
-            return f"what was trained is in {self.kept}; go on with --ckpt-path '{self.kept}'"
+            return f"what was trained is in {self.kept}; go on with --ckpt-path {shlex.quote(str(self.kept))}"
         return self.fault
 
 

@@ -52,6 +52,13 @@ class LanguageTuner(pl.LightningModule):
         self.saved: Path | None = None
         """Folder that was written after the run."""
 
+    @property
+    def _folder(self) -> Path | None:
+        """Where what was trained goes; None for a trial run, too, which would take the name from the real one."""
+        if self.output is None or self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of its connectors
+            return None
+        return Path(self.output).expanduser().absolute()
+
     def forward(self, **batch: Tensor) -> Any:
         """Returns HF's model output, with the loss if there are labels."""
         if self.model is None:
@@ -127,6 +134,6 @@ class AdapterTuner(LanguageTuner):
             self.model = put_on(base, self._adapter)
 
     def on_fit_end(self) -> None:
-        if self.output is not None and self.model is not None and self.trainer.is_global_zero:
-            folder = Path(self.output).expanduser().absolute()
+        folder = self._folder
+        if folder is not None and self.model is not None and self.trainer.is_global_zero:
             self.saved = save_adapter(self.model, folder, step=self.trainer.global_step)

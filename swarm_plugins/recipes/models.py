@@ -68,12 +68,13 @@ class ModelTuner(LanguageTuner):
             self.model = self.make_model().train()
 
     def on_fit_end(self) -> None:
-        if self.output is not None and self.model is not None:
+        folder = self._folder
+        if folder is not None and self.model is not None:
             # On every rank: a strategy may have divided the weights.
             whole = self.trainer.strategy.lightning_module_state_dict()
             self._whole = {name.removeprefix("model."): value for name, value in whole.items()}
             if self.trainer.is_global_zero:
-                self.saved = save_whole(Path(self.output).expanduser().absolute(), "the model", self.write)
+                self.saved = save_whole(folder, "the model", self.write)
 
     def write(self, folder: Path) -> None:
         if self.model is not None:

@@ -130,6 +130,7 @@ def _of_documents(rows: Dataset, chosen: Container[Any]) -> Dataset:
 
 
 def _load(dataset: str, options: Mapping[str, Any], first: int | None) -> Dataset:
+    dataset = _expanded(dataset)
     path = Path(dataset)
     advice = "give 'sotu', a file (.json, .jsonl, .csv, .parquet, .txt), a folder of save_to_disk, or an id on the Hub"
     if not path.exists() and path.suffix in _KINDS:
@@ -162,6 +163,11 @@ def _load(dataset: str, options: Mapping[str, Any], first: int | None) -> Datase
         raise ConfigError(
             f"data set {str(path)!r} was not found or cannot be read ({one_line(cause)}); {advice}"
         ) from error
+
+
+def _expanded(dataset: str) -> str:
+    """Returns a path without ``~``; ids and addresses as they are."""
+    return str(Path(dataset).expanduser()) if dataset.startswith("~") else dataset
 
 
 def _stream(dataset: str, options: dict[str, Any], first: int) -> Iterator[Any]:

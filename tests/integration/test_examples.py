@@ -242,9 +242,14 @@ def test_commands_and_an_api_answer_with_the_adapter(tiny_mixtral: Path, tmp_pat
 def test_fabric_run_starts_two_processes(
     tiny_mixtral: Path, peers: Mapping[str, str], tmp_path: Path, run: Run
 ) -> None:
-    options = ["--base", tiny_mixtral, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
+    # Of this length, what is held out fills two batches: each process has one of them.
+    options = ["--base", tiny_mixtral, "--dataset", TEXT, "--length", "44", "--output", "out"]
     said = run(tmp_path, *fabric_run("--devices=2"), *options, "--steps", "4", environment=peers)
     assert len(numbers(r"step 4: held-out loss ([\d.]+)", said)) == 1
+    alone = run(tmp_path / "alone", *fabric_run(), *options, "--steps", "0", environment=peers)
+    before = r"step 0: held-out loss ([\d.]+)"
+    # Of four digits that are printed, the last may be rounded otherwise.
+    assert numbers(before, said)[0] == pytest.approx(numbers(before, alone)[0], abs=1.1e-4)
     assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["adapter", "last.ckpt"]
 
 

@@ -56,9 +56,9 @@ def swarm(arguments: list[str], env: dict[str, str]) -> tuple[int, str, str]:
 def test_a_push_that_is_killed_leaves_the_whole_version_or_none(stage: str, folder: Path, tmp_path: Path) -> None:
     paths = {"create_repo": "/repos/create", "lfs_put": "/lfs/", "create_tag": "/tag/"}
     with LocalHub() as hub:
-        PushTarget(repo_id="me/adapter", endpoint=hub.endpoint).write(folder)
+        PushTarget(repo_id="me/adapter").write(folder)
         hub.faults.delays_s[stage] = WAIT_S
-        env = environment(tmp_path, HF_TOKEN="any")
+        env = environment(tmp_path, HF_TOKEN="any", HF_ENDPOINT=hub.endpoint)
         process = start(["push", str(folder)], env)
         deadline = time.monotonic() + WAIT_S
         while not any(paths.get(stage, f"/{stage}/") in request.path for request in list(hub.requests)):
@@ -129,7 +129,7 @@ def test_every_fault_is_one_sentence(folder: Path, tmp_path: Path) -> None:
             (2, [str(folder), *repo, "--tag", "a b"], env, "'a b' cannot be the tag of a version"),
             (1, [str(folder), "--repo", "you/adapter"], env, "use a repository and a token of your own"),
             (1, [str(folder), *repo], {**env, "HF_TOKEN": "bad"}, "hf auth login"),
-            (1, [str(folder), *repo], {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hub cannot be reached"),
+            (1, [str(folder), *repo], {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, "reached at http://127.0.0.1:9 ("),
             (1, [str(folder), *repo], {**env, "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; unset it"),
         ]
         for wanted, arguments, variables, sentence in cases:

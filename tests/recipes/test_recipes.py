@@ -80,6 +80,15 @@ def test_fabric_run_and_swarm_fit_know_the_same_recipes(text: Path, fit: Fit) ->
     assert result.exit_code == 0, result.output[-3000:]
 
 
+@pytest.mark.parametrize("recipe", [LORA, "prmoe.yaml"])
+def test_a_trial_run_writes_nothing(recipe: str, model: Path, text: Path, tmp_path: Path, fit: Fit) -> None:
+    place = ["--offload", "none"] if recipe == LORA else ["--data.tokenizer", model]
+    result = fit(recipe, *FAST, "--data.dataset", text, "--data.length", 16, *place)
+    assert result.exit_code == 0, result.output[-3000:]
+    assert "saved in" not in result.output
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.usefixtures("peers")
 def test_the_classifier_reports_its_accuracy_beside_that_of_the_majority(fit: Fit) -> None:
     result = fit("prompt_classification.yaml", *FAST, "--data.num_documents", 16)
@@ -143,7 +152,7 @@ def test_a_recipe_takes_data_as_load_dataset_does(tmp_path: Path, fit: Fit) -> N
 
 @pytest.mark.parametrize("place", ["fast=100KB,bits=4", "none"])
 def test_a_recipe_runs_on_this_machine(place: str, model: Path, text: Path, tmp_path: Path, fit: Fit) -> None:
-    result = fit(LORA, *FAST, "--data.dataset", text, "--data.length", 16, "--offload", place)
+    result = fit(LORA, *SHORT, "--data.dataset", text, "--trainer.max_steps", 1, "--offload", place)
     assert result.exit_code == 0, result.output[-3000:]
     assert re.search(r"train_loss \d\.\d+", result.output)
     found = Manifest.read(tmp_path / "runs" / "lora_sotu" / "adapter")

@@ -138,7 +138,7 @@ def test_when_the_hub_is_down_the_versions_stay_and_can_be_pushed_later(
     publisher.finish()
     (folder,) = publisher.unpushed
     assert folder == tmp_path / "hub_adapters" / "step-00000001-end"
-    assert f"swarm push {folder}" in caplog.text
+    assert f"swarm push {folder} --endpoint {hub.endpoint}" in caplog.text
     target = PushTarget.read(folder)
     assert target is not None
     assert target.pushed_as is None
@@ -189,7 +189,7 @@ def test_an_interruption_keeps_what_was_trained(
     assert [version.tag for version in publisher.pushed] == ["v1"]
     (folder,) = publisher.unpushed
     assert folder.name == "step-00000002-interrupted"
-    assert f"swarm push {folder}" in caplog.text
+    assert f"swarm push {folder} --endpoint {hub.endpoint}" in caplog.text
     publisher.interrupt(3, {})
     assert len(publisher.unpushed) == 1
 
@@ -202,6 +202,18 @@ def test_nothing_to_train_is_said_before_training(hub: LocalHub, adapted: Adapte
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"its PEFT model has no trainable parameters"):
         publisher.begin(model, tmp_path)
+
+
+def test_versions_are_written_at_home(
+    hub: LocalHub, adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    publisher = publishing(hub, folder="~/adapters")
+    publisher.begin(adapted(), tmp_path)
+    publisher.publish("end", 1, {})
+    publisher.finish()
+    assert publisher.pushed[0].folder.parent == tmp_path / "home" / "adapters"
 
 
 def test_an_unknown_base_is_said(

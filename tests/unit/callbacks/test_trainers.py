@@ -93,7 +93,53 @@ def test_lightning_publishes_the_best_by_the_checkpoints_metric(hub: LocalHub, b
     assert manifest.metrics["val_loss"] == pytest.approx(callback.best)
     assert callback.best == pytest.approx(float(keeper.best_model_score))
     state = torch.load(keeper.best_model_path, weights_only=True)["callbacks"]
-    assert state["HubAdapterCallback"] == {"best": callback.best}, "a resumed run goes on from the best value"
+    assert state[callback.state_key] == {"best": callback.best}, "a resumed run goes on from the best value"
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_trainer_publishes_to_several_repositories_and_resumes_each(
+    spelling: str, hub: LocalHub, base_dir: Path, tmp_path: Path
+) -> None:
+    pl = importlib.import_module(spelling)
+    known: dict[str, Any] = {"on": ["best"], "monitor": "val_loss", "endpoint": hub.endpoint, "token": "token"}
+
+    def callbacks() -> tuple[HubAdapterCallback, HubAdapterCallback]:
+        return HubAdapterCallback("me/low", **known), HubAdapterCallback("me/high", mode="max", **known)
+
+    def resumed(checkpoint: Path) -> list[float | None]:
+        both = callbacks()
+        # As many epochs as the checkpoint has: it is loaded, and that is all.
+        trainer(pl, tmp_path, *both).fit(tuner(pl, base_dir), loader(), loader(), ckpt_path=checkpoint)
+        return [one.best for one in both]
+
+    low, high = callbacks()
+    run = trainer(pl, tmp_path, low, high)
+    run.fit(tuner(pl, base_dir), loader(), loader())
+    assert (low.pushed[0].repo_id, high.pushed[0].repo_id) == ("me/low", "me/high")
+    assert low.best != high.best
+    run.save_checkpoint(tmp_path / "now.ckpt")
+    assert resumed(tmp_path / "now.ckpt") == [low.best, high.best]
+    state = torch.load(tmp_path / "now.ckpt", weights_only=True)
+    state["callbacks"] = {"HubAdapterCallback": {"best": 0.25}}
+    torch.save(state, tmp_path / "earlier.ckpt")
+    assert resumed(tmp_path / "earlier.ckpt") == [0.25, 0.25], "of a version that knew one callback only"
+
+
+def test_lightning_publishes_the_first_best_of_a_training_whatever_was_validated_before(
+    hub: LocalHub, base_dir: Path, tmp_path: Path
+) -> None:
+    pl = importlib.import_module(SPELLINGS[0])
+    # The wrong way round, so that training is never as good as the base.
+    known: dict[str, Any] = {"on": ["best"], "monitor": "val_loss", "mode": "max"}
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST, **known)
+    run, module = trainer(pl, tmp_path, callback), tuner(pl, base_dir)
+    run.validate(module, loader(), verbose=False)
+    assert callback.best is None
+    run.fit(module, loader(), loader())
+    assert [version.folder.name for version in callback.pushed] == ["step-00000002-best"]
+    best = callback.best
+    run.validate(tuner(pl, base_dir), loader(), verbose=False)
+    assert callback.best == best
 
 
 @pytest.mark.parametrize(("step", "expected"), [(1, SystemExit), (2, RuntimeError)])
@@ -176,6 +222,18 @@ def test_transformers_resumed_publishes_only_what_is_better(hub: LocalHub, adapt
     hf_trainer(adapted(), tmp_path, second, max_steps=6, **options).train(resume_from_checkpoint=True)
     assert second.pushed == []
     assert second.best == first.best
+
+
+def test_transformers_publishes_the_first_best_of_a_training_whatever_was_evaluated_before(
+    hub: LocalHub, adapted: Adapted, tmp_path: Path
+) -> None:
+    callback = HubAdapterTrainerCallback("me/adapter", on=["best"], endpoint=hub.endpoint, token="token", retries=FAST)
+    # The wrong way round, so that training is never as good as what was there.
+    run = hf_trainer(adapted(), tmp_path, callback, metric_for_best_model="loss", greater_is_better=True)
+    run.evaluate()
+    assert callback.best is None
+    run.train()
+    assert [version.folder.name for version in callback.pushed] == ["step-00000002-best"]
 
 
 def test_transformers_with_the_best_model_at_the_end_publishes_that(

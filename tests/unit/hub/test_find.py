@@ -101,6 +101,39 @@ def test_what_cannot_be_understood_is_left_out(hub: LocalHub, caplog: pytest.Log
     assert "bob/broken" in caplog.text
 
 
+def add_open_and(hub: LocalHub, name: str, **options: bool) -> None:
+    """Two adapters, which look the same in the list."""
+    card = b"---\nbase_model: org/base\nbase_model_relation: adapter\n---\n"
+    for repo_id, access in (("a/open", {}), (name, options)):
+        config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "revision": OLD}
+        hub.add(repo_id, {"README.md": card, "adapter_config.json": json.dumps(config).encode()}, **access)
+
+
+def test_an_adapter_that_may_not_be_read_is_left_out(hub: LocalHub, caplog: pytest.LogCaptureFixture) -> None:
+    add_open_and(hub, "b/gated", gated=True)
+    with caplog.at_level(logging.WARNING):
+        assert found(hub, "org/base") == [("a/open", None)]
+    assert "b/gated is left out: read swarm.json of b/gated: the repository is gated" in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_an_adapter_that_was_deleted_or_closed_since_it_was_listed_is_left_out(
+    hub: LocalHub, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    add_open_and(hub, "b/closed")
+    hub.faults.routes["refs"] = ["ok", status]
+    with caplog.at_level(logging.WARNING):
+        assert found(hub, "org/base") == [("a/open", None)]
+    assert "b/closed is left out: list the versions of b/closed: no" in caplog.text
+
+
+def test_a_hub_that_fails_is_not_taken_for_one_without_adapters(hub: LocalHub) -> None:
+    add_open_and(hub, "b/other")
+    hub.faults.routes["refs"] = [503]
+    with pytest.raises(HubError, match=r"the Hub answered 503"):
+        find_adapters("org/base", endpoint=hub.endpoint)
+
+
 @pytest.mark.parametrize("name", ["swarm.json", "adapter_config.json"])
 def test_a_strangers_huge_file_is_not_downloaded(hub: LocalHub, caplog: pytest.LogCaptureFixture, name: str) -> None:
     card = b"---\nbase_model: org/base\nbase_model_relation: adapter\n---\n"

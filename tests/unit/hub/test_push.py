@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -10,10 +12,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from swarm_plugins.cli.main import app
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError
-from swarm_plugins.hub import PushTarget, RetryPlan, push_folder
+from swarm_plugins.hub import Manifest, PushTarget, RetryPlan, push_folder
 from swarm_plugins.hub.folder import push_command
+from swarm_plugins.hub.push import hub_to_push_to
 from swarm_plugins.local_hub import LocalHub
 
 TOKEN = "token-of-alice"
@@ -156,7 +161,7 @@ def test_a_stop_ends_the_tries(hub: LocalHub, target: PushTarget, make_folder: M
     hub.faults.is_down = True
     stop = threading.Event()
     stop.set()
-    with pytest.raises(HubError, match=r"cannot be reached"):
+    with pytest.raises(HubError, match=rf"cannot be reached at {hub.endpoint} "):
         push_folder(make_folder(), target, token=TOKEN, retries=RetryPlan(first_pause_s=60), stop=stop)
 
 
@@ -180,6 +185,29 @@ def test_other_files_of_the_folder_stay_at_home(hub: LocalHub, target: PushTarge
     assert set(repo.commits[pushed.commit].files) == FILES
 
 
+@pytest.mark.parametrize(
+    ("named", "is_published"),
+    [("/home/alice/base", False), ("~/base", False), ("models/base", False), ("org/base", True), ("base", True)],
+)
+def test_the_path_of_a_base_in_a_directory_stays_at_home(
+    named: str, is_published: bool, hub: LocalHub, target: PushTarget, make_folder: MakeFolder, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    folder = make_folder(base=named, manifest=False)
+    # Of a copy in a directory, too, the id on the Hub may be known.
+    Manifest(base_name="base", base_revision=f"local-{'c' * 40}").write(folder)
+    pushed = push_folder(folder, target, token=TOKEN, retries=FAST)
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    content = repo.commits[pushed.commit].files["adapter_config.json"].content
+    assert isinstance(content, bytes)
+    kept = json.loads((folder / "adapter_config.json").read_bytes())
+    assert kept["base_model_name_or_path"] == named, "merging looks for the base there"
+    assert json.loads(content) == {**kept, "base_model_name_or_path": named if is_published else None}
+
+
 def test_the_library_does_not_advise_what_is_done_on_purpose(
     target: PushTarget, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +223,38 @@ def test_a_damaged_note_of_the_target_is_refused(make_folder: MakeFolder) -> Non
         PushTarget.read(folder)
 
 
-def test_the_command_can_be_pasted() -> None:
-    assert push_command(Path("/a/b")) == "swarm push /a/b"
-    assert push_command(Path("/a b/c")) == "swarm push '/a b/c'"
+def swarm_push(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["push", *map(str, words)])
+    assert "Traceback" not in result.output
+    return result.exit_code, result.output
+
+
+def test_the_command_sends_no_token_to_a_hub_that_the_folder_alone_names(
+    hub: LocalHub, make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    folder = make_folder()
+    PushTarget(repo_id="alice/adapter", endpoint=f"{hub.endpoint}/").write(folder)
+    for words in ([folder], [folder, "--repo", "alice/mine"]):
+        code, output = swarm_push(*words)
+        assert (code, hub.requests) == (2, [])
+        assert f"say which one gets the files and your token, with --endpoint {hub.endpoint}/ or " in output
+    code, output = swarm_push(folder, "--endpoint", hub.endpoint)
+    assert (code, tags(hub).keys()) == (0, {"v1"})
+    assert f"Publishing {folder} to alice/adapter at {hub.endpoint} ..." in output
+
+
+@pytest.mark.parametrize("named", [None, "http://127.0.0.1:8", "http://127.0.0.1:8/"])
+def test_the_hub_in_use_may_be_named_by_the_folder(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:8")
+    target = PushTarget(repo_id="alice/adapter", endpoint=named)
+    assert hub_to_push_to(target, None) == "http://127.0.0.1:8"
+    assert hub_to_push_to(target, "http://127.0.0.1:9/") == "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("place", ["/a/b", "/a b/c", "/data/R&D/s", "/tmp/(x)/s", "/tmp/it's/s"])
+def test_the_command_can_be_pasted(place: str) -> None:
+    # Unlike shlex.split, it ends words at & and parentheses, as a shell does.
+    words = shlex.shlex(push_command(Path(place), "http://[::1]:8/a&b"), posix=True, punctuation_chars=True)
+    assert list(words) == ["swarm", "push", place, "--endpoint", "http://[::1]:8/a&b"]
+    assert "--endpoint" not in push_command(Path(place), None)

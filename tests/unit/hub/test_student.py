@@ -90,6 +90,13 @@ def test_a_student_is_pushed_with_a_tag_and_comes_back(tmp_path: Path, hub: Loca
     assert torch.equal(model.lm_head.weight, student.lm_head.weight)
 
 
+def test_a_student_is_saved_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = save_student(make_student(tiny_model("llama"), depth=1), "~/student")
+    assert (folder, (folder / "README.md").exists()) == (tmp_path / "home" / "student", True)
+
+
 def test_a_model_in_parts_is_pushed_whole_or_not_at_all(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))

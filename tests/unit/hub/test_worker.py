@@ -76,7 +76,7 @@ def test_a_failure_tells_where_the_files_are_and_what_to_type(
         worker.submit(folder, target)
         assert worker.close(30.0) == [folder]
     assert "the Hub cannot be reached" in caplog.text
-    assert f"swarm push {folder}" in caplog.text
+    assert f"swarm push {folder} --endpoint {hub.endpoint}" in caplog.text
     assert (folder / "adapter_model.safetensors").exists()
 
 
@@ -103,7 +103,7 @@ def test_closing_has_a_deadline(
     worker.submit(second, target)
     assert worker.close(0.3) == [first, second]
     assert worker.failed == [], "it did not wait for the end of a try"
-    assert f"swarm push {second}" in caplog.text
+    assert f"swarm push {second} --endpoint {hub.endpoint}" in caplog.text
 
 
 def test_what_waits_is_bounded(

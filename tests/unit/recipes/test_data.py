@@ -68,11 +68,16 @@ def test_a_folder_with_splits_and_a_column(folder: Path) -> None:
         pytest.param({"dataset": "json", "data_files": "{}/train.jsonl"}, id="builder"),
         pytest.param({"dataset": "json", "data_files": {"mine": ["{}/train.jsonl"]}, "split": "mine"}, id="by-split"),
         pytest.param({"dataset": "{}/train.jsonl"}, id="file"),
+        pytest.param({"dataset": "~/train.jsonl"}, id="file-at-home"),
+        pytest.param({"dataset": "~/", "split": "train[:20]"}, id="home"),
         pytest.param({"dataset": "{}", "split": "train[:20]"}, id="slice"),
         pytest.param({"dataset": "{}", "streaming": True, "first": 20}, id="stream"),
     ],
 )
-def test_rows_are_read_as_load_dataset_takes_them(options: dict[str, Any], folder: Path) -> None:
+def test_rows_are_read_as_load_dataset_takes_them(
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
     rows = load_rows(**json.loads(json.dumps(options).replace("{}", str(folder))))
     assert rows.column_names == ["words", "label"]
     assert rows["words"][19].startswith("train 19")
