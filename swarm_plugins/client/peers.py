@@ -275,7 +275,17 @@ class Peers:
         except UnknownAdapterError:
             # The server has dropped it since, to make room: upload once more, then the error is real.
             await self.upload(peer, adapters, lost=uploads)
+        try:
             return await ask()
+        except UnknownAdapterError as exc:
+            if len(adapters) < 2:
+                raise
+            # Not at fault: each of them has displaced another.
+            size = sum(adapter.num_bytes for adapter in adapters)
+            raise CapacityError(
+                f"server {peer} does not hold the {len(adapters)} adapters of this request at once, {size} bytes: use "
+                "fewer at a time or lower ranks, or start the server with a larger --adapter-bytes"
+            ) from exc
 
     async def upload(
         self, peer: str, adapters: Sequence[LoadedAdapter], *, lost: Collection[int] = ()

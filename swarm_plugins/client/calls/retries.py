@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from swarm_plugins.book import judging
-from swarm_plugins.client.answers import SpanMovedError
+from swarm_plugins.client.answers import OverloadedError, SpanMovedError
 from swarm_plugins.errors import (
     CapacityError,
     MissingBlocksError,
@@ -35,6 +35,8 @@ _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 1.0
 _PATIENCE_S = 4.5
 """With the deadline of one request and the probes after it, missing blocks are reported within 8 s."""
+_BUSY_PAUSE_S = 1.0
+"""Before servers that had no room for more requests are asked again."""
 _MOST_EXCUSED = 64
 """Servers of one call whose first failure does not count while others have not been asked; as many are known."""
 _HELP_S = 60.0
@@ -59,6 +61,8 @@ class Retries:
         self.last: SwarmError | None = None
         self.full: set[str] = set()
         """Servers without room for this call; not banned, as the next call may be smaller."""
+        self.busy: set[str] = set()
+        """Servers with too many requests that wait, which others may be tried instead of."""
         self.refusals: dict[str, RefusedError] = {}
         """Servers that refused the request itself."""
         self._failed: dict[str, int] = {}
@@ -95,19 +99,28 @@ class Retries:
         counts = self.view.peers.counts
         counts.failed(error)
         self.last = error
-        is_excused = self._is_excused(peer)
-        self.failures += not is_excused
+        is_busy = isinstance(error, OverloadedError) and self.limit > 0 and not self._is_late
+        is_excused = not is_busy and self._is_excused(peer)
+        self.failures += not (is_busy or is_excused)
         self._failed[peer] = self._num_noted
         self._num_noted += 1
         if not may_do_better or self.failures > self.limit:
             raise error
         counts.retries += 1
-        remark = "another one can do its part" if is_excused else f"{self.failures} of {self.limit} allowed failures"
+        if is_busy:
+            remark = "it may be asked again"
+        else:
+            remark = (
+                "another one can do its part" if is_excused else f"{self.failures} of {self.limit} allowed failures"
+            )
         log.warning("server %s failed (%s): %s", peer, remark, error)
         if isinstance(error, RefusedError):
             self.refusals[peer] = error
         elif isinstance(error, CapacityError):
             self.full.add(peer)
+        elif isinstance(error, OverloadedError):
+            # Not at fault: it may be this client's own requests that it carries out.
+            self.busy.add(peer)
         elif isinstance(error, SessionLostError) and peer not in self._reclaimed:
             # Not at fault: replayed there, as on any other server.
             self._reclaimed.add(peer)
@@ -121,13 +134,17 @@ class Retries:
                 # What has stopped one server may have stopped others: ask them before they are tried in turn.
                 self.view.doubt()
 
+    @property
+    def _is_late(self) -> bool:
+        """Whether the last progress is longer ago than a request may take."""
+        return time.monotonic() - self._progress_at > self.view.config.request_timeout_s
+
     def _is_excused(self, peer: str) -> bool:
-        waited_s = time.monotonic() - self._progress_at
         return (
             self.limit > 0
             and peer not in self._failed
             and len(self._failed) < _MOST_EXCUSED
-            and waited_s <= self.view.config.request_timeout_s
+            and not self._is_late
             and self.view.has_other(peer, self._failed)
         )
 
@@ -153,9 +170,7 @@ class Retries:
         A server that says what it serves and then hangs gets more time at each attempt: attempts after the second begin
         within ``request_timeout_s``, so that all of them together have an end.
         """
-        waited_s = time.monotonic() - self._progress_at
-        is_hung = self.failures > 1 and waited_s > self.view.config.request_timeout_s
-        return is_hung or self.failures >= self.limit
+        return (self.failures > 1 and self._is_late) or self.failures >= self.limit
 
     def _banned(self) -> set[str]:
         """Returns servers that are banned, with those that are not announced and failed in this call."""
@@ -176,9 +191,13 @@ class Retries:
             # At last also without those that failed, though no other server has their blocks: these are missing.
             failed = self._banned() if self._leaves_only_holders else ()
             try:
-                return await make({*self.excluded, *failed})
+                return await make({*self.excluded, *self.busy, *failed})
             except MissingBlocksError as exc:
-                if isinstance(self.last, CapacityError | RefusedError):
+                if self.busy and self.may_pause:
+                    self.busy.clear()
+                    await asyncio.sleep(_BUSY_PAUSE_S)
+                    continue
+                if isinstance(self.last, CapacityError | RefusedError | OverloadedError):
                     # No other server has the blocks: that these are full, or refuse, is the true reason.
                     raise self.last from None
                 is_help_coming = self.view.is_help_coming

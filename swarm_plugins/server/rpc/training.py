@@ -64,9 +64,9 @@ async def answer_backward(service: Service, asked: BackwardRequest, charge: Char
     request = await plain_request(service, asked, charge)
     _check_gradients(service, request)
     dtype = request.grad_hidden.dtype
-    kept = None if request.ticket is None else service.activations.take(charge.peer, request.ticket)
     parts: Sequence[KeptForward | Portion]
     with contextlib.ExitStack() as stack:
+        kept = stack.enter_context(service.activations.using(charge.peer, request.ticket))
         if kept is not None:
             version, parts = kept[0].version, kept
         else:

@@ -123,8 +123,8 @@ class ActivationStore(Generic[T]):
         """Keeps a value for a peer, behind the earlier ones of a ticket if one is given.
 
         Returns:
-            The ticket; None if the values are larger than the whole budget, or the earlier ones have gone: then none of
-            them is kept.
+            The ticket; None if there is no room for the values, since they are larger than the whole budget or others
+            are in use, or if the earlier ones have gone: then none of them is kept.
         """
         with self._lock:
             now = time.monotonic()
@@ -138,6 +138,10 @@ class ActivationStore(Generic[T]):
                 return None
             while self.used_bytes + num_bytes > self.budget_bytes and (first := self._shares.first(peer, num_bytes)):
                 self._drop(first)
+            if self.used_bytes + num_bytes > self.budget_bytes:
+                if ticket in self._kept:
+                    self._drop(ticket)
+                return None
             if ticket is None:
                 ticket = secrets.token_urlsafe(16)
                 self._kept[ticket] = kept
@@ -158,6 +162,27 @@ class ActivationStore(Generic[T]):
             if kept is None or kept.peer != peer:
                 return None
             return self._drop(ticket).values
+
+    @contextlib.contextmanager
+    def using(self, peer: str, ticket: str | None) -> Iterator[tuple[T, ...] | None]:
+        """Yields and forgets a peer's values, which count until the block ends; see `take`.
+
+        A graph is in memory while its backward waits for its turn, too.
+        """
+        with self._lock:
+            kept = None if ticket is None else self._kept.get(ticket)
+            if kept is None or ticket is None or kept.peer != peer:
+                lent = None
+            else:
+                lent = self._kept.pop(ticket)
+                self._shares.hold(ticket)
+        try:
+            yield None if lent is None else lent.values
+        finally:
+            if lent is not None and ticket is not None:
+                with self._lock:
+                    self._shares.let_go(ticket)
+                    self._shares.remove(ticket)
 
     def missed(self) -> None:
         """Notes that a value which is wanted is not kept."""

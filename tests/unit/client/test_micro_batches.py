@@ -20,7 +20,7 @@ from swarm_plugins.book.backlog import MOST_AT_ONCE
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.training.batch import BatchCall
-from swarm_plugins.errors import ConfigError, MissingBlocksError, RemoteError, UnsupportedError
+from swarm_plugins.errors import CapacityError, ConfigError, MissingBlocksError, RemoteError, UnsupportedError
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import (
     AdapterUpload,
@@ -216,6 +216,38 @@ def test_an_overload_by_others_is_an_error_in_the_end() -> None:
         return 0.0
 
     run(stages, use, micro_batches=8, max_retries=0)
+
+
+@pytest.mark.parametrize("num_refused", [12, 10**9])
+def test_a_server_that_is_busy_for_a_while_is_not_at_fault(num_refused: int) -> None:
+    stages = three()
+    stages["b"].fails = lambda _: "overloaded" if len(stages["b"].seen) <= num_refused else None
+
+    async def use(servers: Servers, _: LocalTransport) -> float:
+        call = BatchCall(servers, batch(), keep=True)
+        if num_refused == 12:
+            assert torch.equal((await call.forward()).hidden, 8 * call.inputs.hidden)
+        else:
+            with pytest.raises(RemoteError, match="overloaded"):
+                await call.forward()
+        return len(servers.view.banned())
+
+    assert run(stages, use, micro_batches=1) == 0
+
+
+def test_adapters_that_a_server_cannot_hold_at_once_are_no_fault_of_its_own() -> None:
+    stages = three()
+    stages["b"].fails = lambda message: "unknown_adapter" if isinstance(message, ForwardRequest) else None
+
+    async def use(servers: Servers, _: LocalTransport) -> float:
+        one, other = (with_adapter(batch(), torch.full((3, 1, 1), value)).adapters.adapters for value in (1.0, 2.0))
+        call = BatchCall(servers, replace(batch(), adapters=AdapterUse(adapters=(*one, *other))), keep=True)
+        with pytest.raises(CapacityError, match="does not hold the 2 adapters of this request at once, 8 bytes"):
+            await call.forward()
+        return len(servers.view.banned())
+
+    assert run(stages, use, micro_batches=1) == 0
+    assert stages["b"].count(AdapterUpload) == 4
 
 
 @pytest.mark.parametrize("wanted", [9, 10**9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable
@@ -19,8 +20,9 @@ from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import CapacityError, SwarmError
+from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
 from swarm_plugins.routing.placement import Move
+from swarm_plugins.server import moving
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
@@ -187,6 +189,24 @@ def test_a_span_that_cannot_be_loaded_leaves_the_old_one(tiny_mixtral: Path) -> 
             assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
         remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         assert torch.isfinite(remote(PROMPT).logits).all()
+
+
+def test_an_adapter_that_cannot_be_read_again_costs_no_blocks(
+    tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(name: str, span: Span) -> Any:
+        raise CheckpointError("the adapter's weights are gone")
+
+    monkeypatch.setattr(moving, "preload_adapter", unreadable)
+    with MovingSwarm(tiny_mixtral, spans=SPANS) as swarm:
+        mover = swarm.movers[swarm.peers[0]]
+        mover.config = dataclasses.replace(mover.config, adapters=("an adapter",))
+        mover.service.describe(mobility="drops-first")
+        swarm.move(swarm.peers[0], 2, 4)
+        info = mover.service.info()
+        assert (info.start, info.end, info.state) == (2, 4, "online")
+        assert mover.service.spec.blocks == range(2, 4)
+    assert "an adapter is not offered on the new blocks: the adapter's weights are gone" in caplog.text
 
 
 def test_it_announces_what_rows_take_on_its_new_blocks(tmp_path: Path) -> None:

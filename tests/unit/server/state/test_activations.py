@@ -73,6 +73,27 @@ def test_expired_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.take("alice", ticket) is None
 
 
+def test_what_is_in_use_counts_until_its_end() -> None:
+    store = ActivationStore[str](100)
+    ticket = store.put("alice", "graph", 60)
+    with store.using("alice", ticket) as values:
+        assert values == ("graph",)
+        assert store.used_bytes == 60
+        assert store.put("bob", "no room", 50) is None
+        small = store.put("bob", "small", 40)
+        assert store.put("bob", "grown", 10, ticket=small) is None
+        assert store.take("bob", small or "") is None
+        store.clear()
+        assert store.used_bytes == 60
+        with store.using("alice", ticket) as again:
+            assert again is None
+    assert store.used_bytes == 0
+    kept = store.put("bob", "all", 100)
+    with store.using("mallory", kept) as stolen, store.using("bob", None) as nothing:
+        assert stolen is nothing is None
+    assert store.take("bob", kept or "") == ("all",)
+
+
 def test_negative_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 or more bytes, got -1"):
         ActivationStore(-1)
