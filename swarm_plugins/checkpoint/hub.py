@@ -179,20 +179,27 @@ class HubFiles:
             read_pieces(cached, missing, progress)
             return
         self._download(file, missing, progress)
-        for piece in missing:
-            self._ranges.save(file, piece)
 
     def _download(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
-        lock = threading.Lock()
+        """Fills pieces, and keeps each as soon as it is whole: what breaks off later goes on from there."""
+        lock, is_over = threading.Lock(), threading.Event()
+        left = [len(piece.buffer) for piece in pieces]
         url, headers = self._url(file), self._headers()
 
         def fetch(part: tuple[int, int]) -> None:
-            mine = [piece for piece in pieces if piece.start < part[1] and piece.end > part[0]]
+            mine = [index for index, piece in enumerate(pieces) if piece.start < part[1] and piece.end > part[0]]
 
             def sink(position: int, data: bytes) -> None:
-                wanted = scatter(mine, position, data)
+                if is_over.is_set():
+                    raise CheckpointError(f"another part of {self.label}/{file} could not be downloaded")
+                arrived = [(index, scatter([pieces[index]], position, data)) for index in mine]
                 with lock:
-                    progress(wanted)
+                    progress(sum(count for _, count in arrived))
+                    for index, count in arrived:
+                        left[index] -= count
+                    whole = [index for index, count in arrived if count and not left[index]]
+                for index in whole:
+                    self._ranges.save(file, pieces[index])
 
             fetch_range(url, headers, *part, sink, label=f"{self.label}/{file}")
 
@@ -202,6 +209,7 @@ class HubFiles:
                 for future in futures:
                     future.result()
             finally:
+                is_over.set()
                 pool.shutdown(cancel_futures=True)
 
     def _cached(self, file: str) -> Path | None:

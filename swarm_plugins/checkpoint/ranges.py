@@ -85,6 +85,8 @@ def fetch_range(
                     data = chunk[: end - position]
                     sink(position, data)
                     position += len(data)
+                    if position >= end:
+                        break  # whatever else the server sends
                     _check_deadline(deadline, start, position, end, label)
         except HubError as exc:
             if not exc.is_passing:

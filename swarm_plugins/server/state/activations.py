@@ -139,7 +139,7 @@ class ActivationStore(Generic[T]):
             while self.used_bytes + num_bytes > self.budget_bytes and (first := self._shares.first(peer, num_bytes)):
                 self._drop(first)
             if self.used_bytes + num_bytes > self.budget_bytes:
-                if ticket in self._kept:
+                if ticket is not None and ticket in self._kept:
                     self._drop(ticket)
                 return None
             if ticket is None:

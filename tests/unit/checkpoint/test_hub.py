@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -21,9 +22,13 @@ from huggingface_hub import snapshot_download
 from swarm_plugins.checkpoint import Checkpoint, block_tensors, client_tensors, range_cache, ranges
 from swarm_plugins.checkpoint import hub as hub_module
 from swarm_plugins.checkpoint import source as source_module
+from swarm_plugins.checkpoint.files import Piece
+from swarm_plugins.checkpoint.hub import HubFiles
+from swarm_plugins.checkpoint.ranges import Sink
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.sizes import format_bytes
+from swarm_plugins.versions import ModelVersion
 
 REPO = "alice/tiny"
 LAYERS = "model.layers"
@@ -183,6 +188,41 @@ def test_broken_connections_are_resumed_where_they_broke(hub: LocalHub, single: 
     # What was under way when a connection broke may be lost, at most the 64 KB that the server writes at once.
     assert hub.bytes_served(REPO, "model.safetensors") <= whole + 2 * (64 << 10)
     assert len({request.range for request in hub.requests if request.path.startswith("/cdn")}) >= 3
+
+
+def test_what_arrived_before_a_failure_is_kept_and_other_parts_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = ModelVersion(REPO, "0" * 40)
+    files = HubFiles(version, ["weights"], asked="main", token=False, cache_dir=tmp_path, endpoint=None)
+    far = 1 << 20
+    pieces = [Piece(start, memoryview(bytearray(8))) for start in (0, far, 2 * far)]
+    has_arrived, has_begun, has_ended = (threading.Event() for _ in range(3))
+
+    def fetch(url: str, headers: object, start: int, end: int, sink: Sink, *, label: str) -> None:
+        if start == 0:
+            sink(0, b"complete")
+            has_arrived.set()
+        elif start == far:
+            assert has_arrived.wait(60)
+            assert has_begun.wait(60)
+            raise CheckpointError("the line broke")
+        else:
+            has_begun.set()
+            try:
+                while not has_ended.wait(0.001):
+                    sink(start, b"")
+            finally:
+                has_ended.set()
+
+    monkeypatch.setattr(hub_module, "fetch_range", fetch)
+    with pytest.raises(CheckpointError, match="the line broke"):
+        files.read("weights", pieces, lambda _: None)
+    assert has_ended.is_set()
+    assert files.to_fetch("weights", [(piece.start, piece.end) for piece in pieces]) == 16
+    again = Piece(0, memoryview(bytearray(8)))
+    files.read("weights", [again], lambda _: None)
+    assert bytes(again.buffer) == b"complete"
 
 
 @pytest.mark.parametrize("faults", [{"statuses": [500] * 9}, {"cut_after_bytes": [0] * 9}], ids=["status", "broken"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -43,12 +45,16 @@ def test_chunks_of_any_size_reach_their_pieces(cuts: list[int], chunk: int) -> N
     assert all(bytes(piece.buffer) == content[piece.start : piece.end] for piece in wanted)
 
 
-def test_a_refusal_without_an_end_is_read_to_a_bound() -> None:
+@contextlib.contextmanager
+def endless(status: int, **headers: str) -> Iterator[tuple[str, threading.Event]]:
+    """A server that never ends its answer; yields an address, and what is set when its client leaves."""
     gone = threading.Event()
 
-    class Refusing(BaseHTTPRequestHandler):
+    class Endless(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(403)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             try:
                 while True:
@@ -59,12 +65,25 @@ def test_a_refusal_without_an_end_is_read_to_a_bound() -> None:
         def log_message(self, format: str, *args: object) -> None:
             """Says nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            with pytest.raises(HubError, match="read a file: not allowed") as caught:
-                fetch_range(f"http://127.0.0.1:{server.server_port}/file", {}, 0, 10, lambda *_: None, label="a file")
-            assert len(str(caught.value)) < 1000
-            assert gone.wait(60)
+            yield f"http://127.0.0.1:{server.server_port}/file", gone
         finally:
             server.shutdown()
+
+
+def test_a_refusal_without_an_end_is_read_to_a_bound() -> None:
+    with endless(403) as (url, gone):
+        with pytest.raises(HubError, match="read a file: not allowed") as caught:
+            fetch_range(url, {}, 0, 10, lambda *_: None, label="a file")
+        assert len(str(caught.value)) < 1000
+        assert gone.wait(60)
+
+
+def test_of_an_answer_that_goes_on_only_the_range_is_read() -> None:
+    found = bytearray()
+    with endless(206, Content_Range="bytes 0-9/1000000") as (url, gone):
+        assert fetch_range(url, {}, 0, 10, lambda _, data: found.extend(data), label="a file") == 1_000_000
+        assert gone.wait(60)
+    assert found == b"no no no n"
