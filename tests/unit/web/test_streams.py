@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.web.engine.request import Scored
-from swarm_plugins.web.protocol.answers import chat_logprobs, text_logprobs
+from swarm_plugins.web.protocol.logprobs import chat_logprobs, text_logprobs
 from swarm_plugins.web.protocol.streams import event_stream
 
 
