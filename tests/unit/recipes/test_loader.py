@@ -65,7 +65,7 @@ def run(resume: Path | None = None, *callbacks: pl.Callback, **flags: Any) -> li
     torch.manual_seed(5 if resume is None else 6)
     module = Recorder()
     trainer = pl.Trainer(
-        accelerator="cpu", logger=False, max_epochs=3, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", logger=False, max_epochs=2, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, callbacks=list(callbacks), **flags,
     )  # fmt: skip
     trainer.fit(module, datamodule=Numbers(batch_size=4), ckpt_path=resume, weights_only=False)
@@ -73,12 +73,12 @@ def run(resume: Path | None = None, *callbacks: pl.Callback, **flags: Any) -> li
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of Lightning
-@pytest.mark.parametrize("flags", [{}, {"val_check_interval": 2}, {"limit_train_batches": 4}], ids=str)
+@pytest.mark.parametrize("flags", [{"val_check_interval": 2}, {"limit_train_batches": 4}], ids=str)
 def test_a_run_resumed_anywhere_goes_on_with_the_next_batch(tmp_path: Path, flags: dict[str, Any]) -> None:
     keep = Keep(tmp_path)
     whole = run(None, keep, **flags)
-    per_epoch = len(whole) // 3
-    assert len({str(whole[at : at + per_epoch]) for at in (0, per_epoch, 2 * per_epoch)}) == 3, "each is shuffled anew"
+    per_epoch = len(whole) // 2
+    assert whole[:per_epoch] != whole[per_epoch:], "each is shuffled anew"
     for seen, file in keep.places:
         assert run(file, **flags) == whole[seen:], file
 
