@@ -181,7 +181,7 @@ class HubFiles:
         self._download(file, missing, progress)
 
     def _download(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
-        """Fills pieces, and keeps each as soon as it is whole: what breaks off later goes on from there."""
+        """Fills pieces and caches each once it is complete: after a failure, only the others are downloaded again."""
         lock, is_over = threading.Lock(), threading.Event()
         left = [len(piece.buffer) for piece in pieces]
         url, headers = self._url(file), self._headers()

@@ -54,7 +54,7 @@ class LanguageTuner(pl.LightningModule):
 
     @property
     def _folder(self) -> Path | None:
-        """Where what was trained goes; None for a trial run, too, which would take the name from the real one."""
+        """Folder for what was trained. None for trial runs, too, so that the name is left for the real one."""
         if self.output is None or self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of its connectors
             return None
         return Path(self.output).expanduser().absolute()
@@ -73,7 +73,7 @@ class LanguageTuner(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        # A batch counts by what its loss is a mean over: how rows are put together makes no difference.
+        # Weighted by the tokens that its loss is a mean of, so that the batch size does not matter.
         learned = int((batch["labels"][:, 1:] != NO_LOSS).sum())
         self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=learned, sync_dist=True)
 

@@ -1,4 +1,4 @@
-"""Batches in an order that a resumed run goes on with."""
+"""Batches whose order a resumed run continues."""
 
 from __future__ import annotations
 
@@ -36,34 +36,33 @@ class EpochSampler(RandomSampler):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader whose place is kept in Lightning's checkpoints: a resumed epoch goes on with the next batch.
+    """A loader whose position is part of Lightning's checkpoints: a resumed epoch continues with the next batch.
 
-    It needs a sampler with a seed and an epoch; with others, an epoch begins anew.
+    This takes a sampler with a seed and an epoch. With any other, a resumed epoch starts over.
     """
 
-    _num_batches = 0
-    """Of this epoch, which have been read."""
+    _num_read = 0
+    """Batches of this epoch."""
     _resumed: Mapping[str, int] | None = None
 
     def __iter__(self) -> Any:
         # A generator: the epoch is known when its first batch is read, not before.
-        resumed, self._resumed = self._resumed, None
-        is_same = resumed is not None and resumed["epoch"] == getattr(self.sampler, "epoch", None)
-        first = resumed["num_batches"] if resumed is not None and is_same else 0
-        self._num_batches = first
-        for batch in itertools.islice(super().__iter__(), first, None):
-            self._num_batches += 1
+        resumed, self._resumed = self._resumed or {}, None
+        is_same_epoch = resumed.get("epoch", -1) == getattr(self.sampler, "epoch", None)
+        self._num_read = resumed["num_batches"] if is_same_epoch else 0
+        for batch in itertools.islice(super().__iter__(), self._num_read, None):
+            self._num_read += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the order of this epoch, and how many batches have been read."""
+        """Returns the seed, the epoch and how many of its batches have been read."""
         sampler: Any = self.sampler
         if not hasattr(sampler, "epoch"):
             return {}
-        return {"seed": sampler.seed, "epoch": sampler.epoch, "num_batches": self._num_batches}
+        return {"seed": sampler.seed, "epoch": sampler.epoch, "num_batches": self._num_read}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a place, if the next epoch is that of the place; with its order in any case."""
+        """Shuffles by the seed of a state; if its epoch is the next one to be read, continues where it ended."""
         sampler: Any = self.sampler
         if state and hasattr(sampler, "epoch"):
             sampler.seed = state["seed"]

@@ -158,9 +158,9 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 @contextlib.contextmanager
 def _in_evaluation(model: torch.nn.Module, generation: GenerationConfig) -> Iterator[None]:
-    """Switches dropout off inside the context, and what the model's files say of generation.
+    """Turns off dropout inside the context, and the generation settings of the model's files.
 
-    A penalty, say, would have other tokens sampled than those whose probabilities are learned from.
+    With a penalty, say, tokens would be sampled from another distribution than the one that learns.
     """
     training = [part for part in model.modules() if part.training]
     named = [(part, part.generation_config) for part in model.modules() if "generation_config" in vars(part)]

@@ -192,7 +192,7 @@ class Mover:
         for name in self.config.adapters:
             try:
                 service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
-            except SwarmError as error:  # whatever it is: the blocks are worth more than an adapter
+            except SwarmError as error:  # an adapter never costs the blocks
                 log.warning("an adapter is not offered on the new blocks: %s", error)
         await self._on_compute_thread(functools.partial(self.spans.add, span))
         service.draining.begin(span.blocks)

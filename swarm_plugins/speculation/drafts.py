@@ -141,8 +141,8 @@ class ModelDrafter:
             is_prompt = self._seen == 0
             probabilities = self._next(texts, places.with_drafts(drafts), drafts)  # [B, V]
             tokens = torch.multinomial(probabilities, 1) if self._do_sample else probabilities.argmax(-1, keepdim=True)
-            # Of the drawn token when greedy, and what it is on average when sampling: if the token itself decided
-            # whether it is kept, likely tokens would come too often.
+            # The probability of the token; when sampling, its mean over all draws. If the drawn token decided whether
+            # it is kept, likely tokens would come too often.
             certain = (probabilities.square().sum(-1) if self._do_sample else probabilities.amax(-1)).cpu()
             if not is_prompt:
                 timed, timed_s = timed + 1, timed_s + time.perf_counter() - started

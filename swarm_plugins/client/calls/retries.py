@@ -36,7 +36,7 @@ _LONGEST_PAUSE_S = 1.0
 _PATIENCE_S = 4.5
 """With the deadline of one request and the probes after it, missing blocks are reported within 8 s."""
 _BUSY_PAUSE_S = 1.0
-"""Before servers that had no room for more requests are asked again."""
+"""Before servers whose queue was full are asked again."""
 _MOST_EXCUSED = 64
 """Servers of one call whose first failure does not count while others have not been asked; as many are known."""
 _HELP_S = 60.0
@@ -62,7 +62,7 @@ class Retries:
         self.full: set[str] = set()
         """Servers without room for this call; not banned, as the next call may be smaller."""
         self.busy: set[str] = set()
-        """Servers with too many requests that wait, which others may be tried instead of."""
+        """Servers whose queue was full: asked again only if no other can do their part."""
         self.refusals: dict[str, RefusedError] = {}
         """Servers that refused the request itself."""
         self._failed: dict[str, int] = {}
@@ -107,19 +107,22 @@ class Retries:
         if not may_do_better or self.failures > self.limit:
             raise error
         counts.retries += 1
+        remark = f"{self.failures} of {self.limit} allowed failures"
         if is_busy:
             remark = "it may be asked again"
-        else:
-            remark = (
-                "another one can do its part" if is_excused else f"{self.failures} of {self.limit} allowed failures"
-            )
+        elif is_excused:
+            remark = "another one can do its part"
         log.warning("server %s failed (%s): %s", peer, remark, error)
+        self._leave_out(peer, error)
+
+    def _leave_out(self, peer: str, error: SwarmError) -> None:
+        """Excludes a server for as long as its error suggests."""
         if isinstance(error, RefusedError):
             self.refusals[peer] = error
         elif isinstance(error, CapacityError):
             self.full.add(peer)
         elif isinstance(error, OverloadedError):
-            # Not at fault: it may be this client's own requests that it carries out.
+            # Not at fault: its queue may be full of this client's own requests.
             self.busy.add(peer)
         elif isinstance(error, SessionLostError) and peer not in self._reclaimed:
             # Not at fault: replayed there, as on any other server.

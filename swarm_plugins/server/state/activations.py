@@ -123,8 +123,8 @@ class ActivationStore(Generic[T]):
         """Keeps a value for a peer, behind the earlier ones of a ticket if one is given.
 
         Returns:
-            The ticket; None if there is no room for the values, since they are larger than the whole budget or others
-            are in use, or if the earlier ones have gone: then none of them is kept.
+            The ticket, or None if none of the values is kept: they exceed the whole budget or what values in use leave
+            of it, or the earlier ones are gone.
         """
         with self._lock:
             now = time.monotonic()
@@ -165,24 +165,24 @@ class ActivationStore(Generic[T]):
 
     @contextlib.contextmanager
     def using(self, peer: str, ticket: str | None) -> Iterator[tuple[T, ...] | None]:
-        """Yields and forgets a peer's values, which count until the block ends; see `take`.
+        """Yields a peer's values, which nobody else gets any more; None if they are gone or belong to another peer.
 
-        A graph is in memory while its backward waits for its turn, too.
+        They count until the block ends: a graph stays in memory while its backward waits.
         """
+        key = ticket or ""
         with self._lock:
-            kept = None if ticket is None else self._kept.get(ticket)
-            if kept is None or ticket is None or kept.peer != peer:
-                lent = None
-            else:
-                lent = self._kept.pop(ticket)
-                self._shares.hold(ticket)
+            kept = self._kept.get(key)
+            is_own = kept is not None and kept.peer == peer
+            if is_own:
+                del self._kept[key]
+                self._shares.hold(key)
         try:
-            yield None if lent is None else lent.values
+            yield kept.values if kept is not None and is_own else None
         finally:
-            if lent is not None and ticket is not None:
+            if is_own:
                 with self._lock:
-                    self._shares.let_go(ticket)
-                    self._shares.remove(ticket)
+                    self._shares.let_go(key)
+                    self._shares.remove(key)
 
     def missed(self) -> None:
         """Notes that a value which is wanted is not kept."""

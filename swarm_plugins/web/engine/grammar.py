@@ -45,7 +45,7 @@ class GrammarProcessor(LogitsProcessor):
         tokenizer: The model's tokenizer.
         prompt_tokens: How many tokens of each row come before the answer.
         rows: Number of answers.
-        has_ended: Says of a row whether its answer has ended: what follows there is padding.
+        has_ended: Whether the answer in a row is complete, so that only padding follows.
     """
 
     def __init__(

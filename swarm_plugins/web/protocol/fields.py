@@ -65,7 +65,7 @@ class Fields(BaseModel):
 
 
 def _within(place: str, name: object) -> str:
-    """Returns the place of something inside, so much of it as is shown: each level of a deep request holds its own."""
+    """Returns the name of a nested place, cut to what errors show: in a deep request, every level holds one."""
     return (place + str(name)[:_MOST_SHOWN])[:_MOST_SHOWN]
 
 

@@ -17,7 +17,7 @@ _DEFINITIONS = ("$defs", "definitions")
 """Where schemas keep what they refer to."""
 _THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
 _SPACE = r"\s{0,32}"
-"""Before a call, and part of it. Bounded: a search would try the rest of a long run of spaces from each of them."""
+"""White space before a call, which belongs to it. Bounded, so that searching a long run of it takes linear time."""
 _REASONING = ("reasoning_content", "thinking")
 """Names of the field that response templates use."""
 
