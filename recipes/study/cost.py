@@ -51,7 +51,7 @@ def measure(
         By arm: parameters; seconds and CPU seconds of a token of one sequence; tokens a second of ``rows`` sequences.
     """
     runs = plan.runs(seed, corpus.facts.digest)
-    models = {arm: place.model(runs[arm]) for arm in (*DENSE, *SPARSE) if place.result(runs[arm]) is not None}
+    models = {arm: place.model(runs[arm]) for arm in (*DENSE, *SPARSE) if place.has_model(runs[arm])}
     speeds = {arm: _Speed() for arm in models}
     prompts = corpus.batch(seed, 0, rows, PROMPT_TOKENS - 1).to(place.device)
     for index in range(rounds + 1):

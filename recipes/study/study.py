@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swarm_plugins.errors import ConfigError
-from recipes.study import cost, words
+from recipes.study import cost, record, words
 from recipes.study.arms import CLAIMS, Plan
 from recipes.study.corpus import load_corpus
 from recipes.study.plots import draw
@@ -69,11 +69,22 @@ class Study:
         num_finished = sum(self.place.result(run) is not None for run in runs)
         log.info("%d runs, %d finished", len(runs), num_finished)
 
-        def tell(run: Run, record: dict[str, Any]) -> None:
+        def tell(run: Run, found: dict[str, Any]) -> None:
             arm, seed = arms[run.key]
-            log.info("%s, seed %d: %.4f nats/byte in %.0f CPU seconds", arm, seed, record["loss"], record["cpu_s"])
+            log.info("%s, seed %d: %.4f nats/byte in %.0f CPU seconds", arm, seed, found["loss"], found["cpu_s"])
 
         run_all(runs, self.place, jobs=jobs, on_end=tell)
+
+    def go_on_from(self, file: Path) -> None:
+        """Takes the runs and last words of a record as found; their models are not there.
+
+        Raises:
+            ConfigError: If the file is no record of this plan and text.
+        """
+        figures = record.read(file, self.plan, self._corpus().facts.digest)
+        log.info("%s: %d runs", file, record.adopt(figures, self.plan, self.place))
+        if "words" in figures:
+            self._keep_words(figures["words"])
 
     def _order(self) -> list[tuple[int, str]]:
         """Returns seed and arm of all runs: the first seed whole, then all seeds of the arms that claims are about.
@@ -105,12 +116,17 @@ class Study:
         log.info("measured %s", ", ".join(found) or "nothing: no model has been trained")
 
     def measure_words(self) -> None:
-        """Measures how many last words the finished models name."""
+        """Measures how many last words the models name that were trained here."""
         found = words.measure(self.plan, self.seeds, self._corpus(), self.place)
-        self._file("words").write_text(json.dumps(found, indent=1))
+        self._keep_words(found)
         log.info(
             "asked %s for the last words of %d passages", ", ".join(found["arms"]) or "no model", found["passages"]
         )
+
+    def _keep_words(self, found: dict[str, Any]) -> None:
+        file = self._file("words")
+        known = json.loads(file.read_text()) if file.exists() else found
+        file.write_text(json.dumps(words.joined(known, found), indent=1))
 
     def report(self, output: Path) -> dict[str, Any]:
         """Writes figures, tables and pictures of the runs that have finished, and returns the figures.

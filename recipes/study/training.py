@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ class Place:
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
+    def keep(self, run: Run, record: Mapping[str, Any]) -> None:
+        """Writes the record of a run, which has finished then."""
+        self.of(run).mkdir(parents=True, exist_ok=True)
+        unfinished = self.of(run) / "unfinished.json"
+        unfinished.write_text(json.dumps(record, indent=1))
+        unfinished.replace(self.of(run) / _RESULT)
+
+    def has_model(self, run: Run) -> bool:
+        """Returns whether a run has finished here: runs of a record have left no model."""
+        return self.result(run) is not None and self.model_folder(run).exists()
+
     def model_folder(self, run: Run) -> Path:
         """Returns the checkpoint of a finished run."""
         return self.of(run) / _MODEL
@@ -74,7 +86,7 @@ def train(run: Run, corpus: Corpus, place: Place) -> dict[str, Any]:
         The record, which also lies in the run's folder: settings, held-out loss in nats per byte, curve, time.
 
     Raises:
-        ConfigError: If the corpus is another one than the run's or too short, or the run's teacher has not finished.
+        ConfigError: If the corpus is another one than the run's or too short, or the run's teacher has left no model.
     """
     if (finished := place.result(run)) is not None:
         return finished
@@ -250,9 +262,7 @@ class _Loop:
         }
         with quiet_transformers():
             self.model.save_pretrained(self.folder / _MODEL)
-        unfinished = self.folder / "unfinished.json"
-        unfinished.write_text(json.dumps(record, indent=1))
-        unfinished.replace(self.folder / _RESULT)
+        self.place.keep(self.run, record)
         (self.folder / _CHECKPOINT).unlink(missing_ok=True)
         return record
 
@@ -260,8 +270,11 @@ class _Loop:
         teaching, teacher = self.run.teaching, self.run.teacher
         if teaching is None or teacher is None:
             return None
-        if self.place.result(teacher) is None:
-            raise ConfigError(f"the teacher {teacher.key} of run {self.run.key} has not finished: train it first")
+        if not self.place.has_model(teacher):
+            raise ConfigError(
+                f"the teacher {teacher.key} of run {self.run.key} has left no model in {self.place.folder}: train it "
+                "there first, without --record"
+            )
         distillation = Distillation(
             lambda: self.place.model(teacher),
             stop_at=teaching.until,

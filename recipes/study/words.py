@@ -100,9 +100,15 @@ def measure(plan: Plan, seeds: Sequence[int], corpus: Corpus, place: Place) -> d
     arms: dict[str, dict[str, float]] = {}
     for seed in seeds:
         runs = plan.runs(seed, corpus.facts.digest)
-        for arm in (one for one in ARMS if place.result(runs[one]) is not None):
+        for arm in (one for one in ARMS if place.has_model(runs[one])):
             arms.setdefault(arm, {})[str(seed)] = share_named(place.model(runs[arm]), some, place.device)
     return {"passages": len(some), "arms": arms}
+
+
+def joined(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns both measurements as one; where they have the same arm and seed, the second counts."""
+    arms = {arm: known["arms"].get(arm, {}) | found["arms"].get(arm, {}) for arm in ARMS}
+    return {"passages": found["passages"], "arms": {arm: shares for arm, shares in arms.items() if shares}}
 
 
 def add_words(figures: dict[str, Any], found: Mapping[str, Any]) -> None:

@@ -104,7 +104,9 @@ def test_students_learn_from_the_teacher_of_their_seed(corpus: Corpus, tmp_path:
     runs, place = tiny_runs(corpus), Place(tmp_path)
     assert runs["student-staged"].teacher == runs["pr-moe"]
     assert runs["student"].teacher is None
-    with pytest.raises(ConfigError, match=rf"teacher {runs['pr-moe'].key} .* has not finished: train it first"):
+    with pytest.raises(
+        ConfigError, match=rf"teacher {runs['pr-moe'].key} .* has left no model in .*: train it there first"
+    ):
         train(runs["student-staged"], corpus, place)
     train(runs["pr-moe"], corpus, place)
     losses = {arm: train(runs[arm], corpus, place)["loss"] for arm in ("student", "student-staged", "student-full")}

@@ -1,0 +1,57 @@
+"""Goes on with a study from its record: what ran on another machine is not run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swarm_plugins.errors import ConfigError
+from recipes.study.arms import Plan
+from recipes.study.training import Place
+
+
+def read(file: Path, plan: Plan, corpus: str) -> dict[str, Any]:
+    """Returns the figures of a record.
+
+    Args:
+        file: ``prmoe-study.json`` of an earlier report.
+        plan: The study that goes on.
+        corpus: Digest of its text.
+
+    Raises:
+        ConfigError: If the file is no record, or one of another plan or text: their losses cannot be compared.
+    """
+    try:
+        figures: dict[str, Any] = json.loads(file.read_text())
+        recorded = {"plan": figures["plan"], "text": figures["corpus"]["digest"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--record {file} is no record of a study ({error!r}): give its prmoe-study.json") from error
+    wanted = {"plan": json.loads(json.dumps(asdict(plan))), "text": corpus}
+    for part, value in wanted.items():
+        if recorded[part] != value:
+            raise ConfigError(f"--record {file} has the {part} {recorded[part]}, but this study has {value}")
+    return figures
+
+
+def adopt(figures: Mapping[str, Any], plan: Plan, place: Place) -> int:
+    """Takes the runs of a record as finished, without their models, and returns how many it had not known.
+
+    Args:
+        figures: What `read` returned.
+        plan: The study that goes on.
+        place: Where its runs are.
+    """
+    adopted = 0
+    for arm, entry in figures["arms"].items():
+        for seed, loss in entry["losses"].items():
+            run = plan.runs(int(seed), figures["corpus"]["digest"])[arm]
+            if place.result(run) is None:
+                record = {"run": run.as_dict(), "loss": loss, "curve": entry["curves"][seed]}
+                record |= {"cpu_s": entry["cpu_s"][seed]}
+                record |= {name: entry[name] for name in ("parameters", "tokens", "versions")}
+                place.keep(run, record)
+                adopted += 1
+    return adopted
