@@ -106,10 +106,19 @@ class History:
 
 def _are_joinable(one: SpanInputs, two: SpanInputs) -> bool:
     """Returns whether two steps give the same as one, which has its mask made by the model."""
-    if one.layer_masks is not None or two.layer_masks is not None:
+    if one.layer_masks is not None or two.layer_masks is not None or not _hide_the_same(one, two):
         return False
     planes = [step.position_ids.shape[:-2] for step in (one, two) if step.position_ids is not None]
     return planes[:1] == planes[-1:] and one.adapters.is_same(two.adapters)
+
+
+def _hide_the_same(one: SpanInputs, two: SpanInputs) -> bool:
+    """Returns whether the second step hides what the first one does, of the tokens up to it; no mask hides none."""
+    earlier, later = one.attention_mask, two.attention_mask  # [B, L], [B, L + S]
+    if later is None:
+        return earlier is None or bool(earlier.all())
+    seen = later[:, : later.shape[1] - two.hidden.shape[1]]
+    return bool(seen.all()) if earlier is None else torch.equal(seen, earlier)
 
 
 def _joined(steps: Sequence[SpanInputs], cached: int) -> SpanInputs:
@@ -131,7 +140,7 @@ def _joined(steps: Sequence[SpanInputs], cached: int) -> SpanInputs:
 
 
 def _joined_mask(steps: Sequence[SpanInputs], position_ids: Tensor, cached: int) -> Tensor | None:
-    """Returns the mask of joined steps, ``[B, L]``: the last known one, then all visible."""
+    """Returns the mask of joined steps, which hide the same, ``[B, L]``: the last known one, then all visible."""
     known = next((step.attention_mask for step in reversed(steps) if step.attention_mask is not None), None)
     if known is None and not have_jumps(position_ids):
         return None

@@ -148,18 +148,55 @@ def test_steps_of_another_adapter_are_not_joined() -> None:
     assert [joined.hidden.shape[1] for joined in history.merged()] == [2, 1]
 
 
+def masked(tokens: int, first: int, prefix: int, hidden: int | None) -> SpanInputs:
+    """Returns a step of three rows whose second one hides a token, or that has no mask."""
+    sent = step(tokens, first, BATCH, mask=False)
+    if hidden is None:
+        return sent
+    mask = torch.ones(BATCH, prefix + first + tokens, dtype=torch.bool)
+    mask[1, hidden] = False
+    return replace(sent, attention_mask=mask)
+
+
 @pytest.mark.parametrize("prefix", [0, 2])
-def test_a_mask_that_later_steps_leave_out_still_holds(prefix: int) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "joined"),
+    [
+        pytest.param((0, 0, 0), [5], id="all-hide-it"),
+        pytest.param((0, 0, None), [4, 1], id="the-last-sees-it"),
+        pytest.param((None, 0, 0), [3, 2], id="the-first-sees-it"),
+        pytest.param((0, None, 0), [3, 1, 1], id="the-second-sees-it"),
+        pytest.param((None, 3, 3), [5], id="new-when-hidden"),
+        pytest.param((0, 1, 1), [3, 2], id="another-one"),
+    ],
+)
+def test_steps_that_hide_other_tokens_stay_apart(
+    hidden: tuple[int | None, ...], joined: list[int], prefix: int
+) -> None:
+    # As the server ran them: a step without a mask saw what the one before it hid.
     tensor = torch.zeros(BATCH, 1, prefix, 1)
     history = History((tensor, tensor) if prefix else ())
-    padded = step(3, 0, BATCH, mask=False)
-    mask = torch.ones(BATCH, prefix + 3, dtype=torch.bool)
-    mask[1, prefix] = False
-    history.append(replace(padded, attention_mask=mask))
-    history.append(step(2, 3, BATCH, mask=False))
+    sent = [
+        masked(3 if number == 0 else 1, 2 + number if number else 0, prefix, None if one is None else prefix + one)
+        for number, one in enumerate(hidden)
+    ]
+    for one in sent:
+        history.append(one)
+    replayed = history.merged()
+    assert [part.hidden.shape[1] for part in replayed] == joined
+    last = replayed[-1].attention_mask
+    if joined == [5]:
+        assert last is not None
+        assert torch.equal(last, sent[-1].attention_mask)
+
+
+def test_a_mask_that_hides_nothing_is_as_good_as_none() -> None:
+    history = History()
+    for number, mask in enumerate([True, False, True]):
+        history.append(step(1, number, BATCH, mask=mask))
     (joined,) = history.merged()
     assert joined.attention_mask is not None
-    assert joined.attention_mask.tolist() == torch.cat([mask, torch.ones(BATCH, 2, dtype=torch.bool)], dim=1).tolist()
+    assert joined.attention_mask.tolist() == [[True] * 3] * BATCH
 
 
 def test_joined_steps_whose_positions_jump_get_a_mask() -> None:
