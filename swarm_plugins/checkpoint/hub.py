@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,10 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.utils import build_hf_headers
 
+from swarm_plugins.checkpoint.arrival import Arrival
 from swarm_plugins.checkpoint.files import Piece, Progress, read_pieces
 from swarm_plugins.checkpoint.range_cache import RangeCache, default_cache
-from swarm_plugins.checkpoint.ranges import coalesce, fetch_range, scatter
+from swarm_plugins.checkpoint.ranges import fetch_range
 from swarm_plugins.errors import CheckpointError, HubError
 from swarm_plugins.hub_errors import translated_hub_errors
 from swarm_plugins.versions import ModelVersion
@@ -24,7 +23,6 @@ from swarm_plugins.versions import ModelVersion
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
-_STREAMS = 4
 _CONFIG_FILE = "config.json"
 _MAX_SMALL_BYTES = 500_000_000
 """Largest file without weights that is downloaded: more than any index has."""
@@ -181,36 +179,11 @@ class HubFiles:
         self._download(file, missing, progress)
 
     def _download(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
-        """Fills pieces and caches each once it is complete: after a failure, only the others are downloaded again."""
-        lock, is_over = threading.Lock(), threading.Event()
-        left = [len(piece.buffer) for piece in pieces]
-        url, headers = self._url(file), self._headers()
-
-        def fetch(part: tuple[int, int]) -> None:
-            mine = [index for index, piece in enumerate(pieces) if piece.start < part[1] and piece.end > part[0]]
-
-            def sink(position: int, data: bytes) -> None:
-                if is_over.is_set():
-                    raise CheckpointError(f"another part of {self.label}/{file} could not be downloaded")
-                arrived = [(index, scatter([pieces[index]], position, data)) for index in mine]
-                with lock:
-                    progress(sum(count for _, count in arrived))
-                    for index, count in arrived:
-                        left[index] -= count
-                    whole = [index for index, count in arrived if count and not left[index]]
-                for index in whole:
-                    self._ranges.save(file, pieces[index])
-
-            fetch_range(url, headers, *part, sink, label=f"{self.label}/{file}")
-
-        with self._translated(), ThreadPoolExecutor(_STREAMS, "checkpoint") as pool:
-            futures = [pool.submit(fetch, part) for part in coalesce(pieces)]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                is_over.set()
-                pool.shutdown(cancel_futures=True)
+        label = f"{self.label}/{file}"
+        fetch = functools.partial(fetch_range, self._url(file), self._headers(), label=label)
+        keep = functools.partial(self._ranges.save, file)
+        with self._translated():
+            Arrival(pieces, fetch, keep=keep, progress=progress, label=label).wait()
 
     def _cached(self, file: str) -> Path | None:
         found = self._cached_path(file)
