@@ -273,18 +273,17 @@ class Peers:
         try:
             return await ask()
         except UnknownAdapterError:
-            # The server has dropped it since, to make room: upload once more, then the error is real.
+            # The server has dropped it since, to make room: upload once more.
             await self.upload(peer, adapters, lost=uploads)
         try:
             return await ask()
         except UnknownAdapterError as exc:
-            if len(adapters) < 2:
-                raise
-            # Not at fault: each of them has displaced another.
+            # Not at fault: others have displaced it, of this request or of another one of this client.
             size = sum(adapter.num_bytes for adapter in adapters)
             raise CapacityError(
-                f"server {peer} does not hold the {len(adapters)} adapters of this request at once, {size} bytes: use "
-                "fewer at a time or lower ranks, or start the server with a larger --adapter-bytes"
+                f"server {peer} does not hold what this request uses at once, {len(adapters)} adapters of {size} "
+                "bytes, beside those of other requests: use fewer at a time or lower ranks, or start the server with a "
+                "larger --adapter-bytes"
             ) from exc
 
     async def upload(

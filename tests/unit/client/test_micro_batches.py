@@ -235,19 +235,22 @@ def test_a_server_that_is_busy_for_a_while_is_not_at_fault(num_refused: int) -> 
     assert run(stages, use, micro_batches=1) == 0
 
 
-def test_adapters_that_a_server_cannot_hold_at_once_are_no_fault_of_its_own() -> None:
+@pytest.mark.parametrize("num_adapters", [1, 2])
+def test_adapters_that_a_server_cannot_hold_at_once_are_no_fault_of_its_own(num_adapters: int) -> None:
     stages = three()
     stages["b"].fails = lambda message: "unknown_adapter" if isinstance(message, ForwardRequest) else None
 
     async def use(servers: Servers, _: LocalTransport) -> float:
         one, other = (with_adapter(batch(), torch.full((3, 1, 1), value)).adapters.adapters for value in (1.0, 2.0))
-        call = BatchCall(servers, replace(batch(), adapters=AdapterUse(adapters=(*one, *other))), keep=True)
-        with pytest.raises(CapacityError, match="does not hold the 2 adapters of this request at once, 8 bytes"):
+        used = AdapterUse(adapters=(*one, *other)[:num_adapters])
+        call = BatchCall(servers, replace(batch(), adapters=used), keep=True)
+        says = f"uses at once, {num_adapters} adapters of {4 * num_adapters} bytes, beside those of other requests"
+        with pytest.raises(CapacityError, match=says):
             await call.forward()
         return len(servers.view.banned())
 
     assert run(stages, use, micro_batches=1) == 0
-    assert stages["b"].count(AdapterUpload) == 4
+    assert stages["b"].count(AdapterUpload) == 2 * num_adapters
 
 
 @pytest.mark.parametrize("wanted", [9, 10**9])
