@@ -52,7 +52,8 @@ class Turns:
 
     Args:
         peer: The server itself.
-        patience_s: Seconds after which a mover is not waited for any more.
+        patience_s: Seconds after which a mover is not waited for any more, until it has stayed as long; and for which a
+            server that has lost its turn has none.
         turn_s: Seconds after which a server that should move loses its turn.
     """
 
@@ -60,16 +61,19 @@ class Turns:
         self.peer = peer
         self.patience_s = patience_s
         self.turn_s = turn_s
-        self._moving_since: dict[tuple[str, range], float] = {}
+        self._moving: Recent[str, tuple[float, float]] = Recent(_MAX_REMEMBERED)
+        """Since when a server has been moving, and when it was last seen to; other targets are no new moves."""
         self._due: tuple[Move, float] | None = None
-        self._late: Recent[str, None] = Recent(_MAX_REMEMBERED)
+        self._late: Recent[str, float] = Recent(_MAX_REMEMBERED)
+        """When a server has lost its turn. It may have one again, or those that saw it and others would differ."""
 
     def mine(self, snapshot: Snapshot, now: float) -> Move | None:
         """Returns the move that this server should make at a monotonic time, or None."""
         stuck = self._stuck(snapshot.movers, now)
         if len(stuck) < len(snapshot.movers):
+            self._due = None  # whoever is due has to wait, too
             return None
-        staying = stuck | self._late.keys()
+        staying = stuck | {peer for peer, since in self._late.items() if now - since <= self.patience_s}
         move = (snapshot.staying(staying) if staying else snapshot).move
         if move is None or move.peer == self.peer:
             self._due = None
@@ -77,10 +81,12 @@ class Turns:
         if self._due is None or self._due[0] != move:
             self._due = (move, now)
         elif now - self._due[1] > self.turn_s:
-            self._late[move.peer] = None
+            self._late[move.peer] = now
         return None
 
     def _stuck(self, movers: Sequence[Placed], now: float) -> set[str]:
-        keys = {(one.peer, one.target): one.peer for one in movers if one.target is not None}
-        self._moving_since = {key: self._moving_since.get(key, now) for key in keys}
-        return {peer for key, peer in keys.items() if now - self._moving_since[key] > self.patience_s}
+        for one in movers:
+            since, seen = self._moving.get(one.peer, (now, now))
+            # Who stays for a moment only, or names another target, must not begin anew.
+            self._moving[one.peer] = (since if now - seen <= self.patience_s else now, now)
+        return {one.peer for one in movers if now - self._moving[one.peer][0] > self.patience_s}

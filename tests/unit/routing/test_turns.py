@@ -29,9 +29,33 @@ def test_others_wait_for_a_mover_but_not_for_ever() -> None:
     assert [one.mine(snapshot, 99.0) for one in turns.values()] == [None] * 3
     late = [one.mine(snapshot, 101.0) for one in turns.values()]
     assert sum(one is not None for one in late) == 1
-    # One that moves somewhere else is waited for anew.
+    # One that names another target then, or stays for a moment, is not waited for anew.
     other = Snapshot(12, [*servers[:-1], replace(D, target=range(7, 11))])
-    assert [one.mine(other, 102.0) for one in turns.values()] == [None] * 3
+    assert sum(one.mine(other, 102.0) is not None for one in turns.values()) == 1
+    assert sum(one.mine(Snapshot(12, servers[:-1]), 150.0) is not None for one in turns.values()) == 1
+    assert sum(one.mine(other, 160.0) is not None for one in turns.values()) == 1
+    # One that has stayed is.
+    assert [one.mine(other, 261.0) for one in turns.values()] == [None] * 3
+
+
+def test_nobody_loses_a_turn_while_another_moves() -> None:
+    moving = Snapshot(12, [A, B, C, replace(D, mobility="loads-first", target=range(8, 12))])
+    arrived = Snapshot(12, [A, B, D])
+    [due] = [peer for peer in ("a", "b") if Turns(peer).mine(arrived, 0.0) is not None]
+    other = Turns("b" if due == "a" else "a", turn_s=10.0)
+    assert other.mine(arrived, 0.0) is None
+    assert other.mine(moving, 5.0) is None
+    assert other.mine(moving, 95.0) is None
+    assert other.mine(arrived, 100.0) is None
+    assert other.mine(arrived, 105.0) is None  # the turn began at 100
+
+
+def test_who_has_lost_a_turn_has_one_again_later() -> None:
+    snapshot = Snapshot(8, [A, B])
+    [due] = [peer for peer in ("a", "b") if Turns(peer).mine(snapshot, 0.0) is not None]
+    other = Turns("b" if due == "a" else "a", turn_s=10.0, patience_s=100.0)
+    moves = [other.mine(snapshot, now) for now in (0.0, 11.0, 12.0, 112.0)]
+    assert [move is not None for move in moves] == [False, False, True, False]
 
 
 def test_a_server_that_does_not_take_its_turn_loses_it() -> None:
