@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from swarm_plugins.errors import CheckpointError, one_line
 from swarm_plugins.tuning.tuner import Tuner
 
 _FILE = "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "step"
+"""Of one tensor: one that had no gradient has missed some, or all and has no state then."""
 
 
 def save_optimizer(tuner: Tuner, folder: Path) -> None:
@@ -21,7 +24,7 @@ def save_optimizer(tuner: Tuner, folder: Path) -> None:
         f"{name}.{moment}": tuner.optimizer.state[parameter][moment]
         for name, parameter in tuner.parameters.items()
         if parameter in tuner.optimizer.state
-        for moment in _MOMENTS
+        for moment in (*_MOMENTS, _STEP)
     }
     save_file(tensors, folder / _FILE, metadata={"num_steps": str(tuner.num_steps)})
 
@@ -36,11 +39,10 @@ def load_optimizer(tuner: Tuner, folder: Path) -> None:
     try:
         with safe_open(file, "pt") as stored:
             num_steps = int((stored.metadata() or {})["num_steps"])
-            for name, parameter in tuner.parameters.items() if num_steps else ():
-                moments = {moment: stored.get_tensor(f"{name}.{moment}") for moment in _MOMENTS}
-                if any(one.shape != parameter.shape for one in moments.values()):
-                    raise CheckpointError(f"{file.name}: {name} has another shape than the adapter")
-                tuner.optimizer.state[parameter] = {"step": torch.tensor(float(num_steps)), **moments}
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no dict
+        states = {name: _state(tensors, name, parameter) for name, parameter in tuner.parameters.items()}
+        if unknown := {name.rpartition(".")[0] for name in tensors}.difference(states):
+            raise CheckpointError(f"{file.name} has a state of {min(unknown)}, which the adapter lacks")
     except (OSError, KeyError, ValueError, SafetensorError) as exc:
         if isinstance(exc, CheckpointError):
             raise
@@ -48,3 +50,15 @@ def load_optimizer(tuner: Tuner, folder: Path) -> None:
             f"the optimizer's state cannot be read ({one_line(exc)}): load the weights alone, with load_state"
         ) from exc
     tuner.num_steps = num_steps
+    tuner.optimizer.state.clear()
+    tuner.optimizer.state.update({tuner.parameters[name]: state for name, state in states.items() if state})
+
+
+def _state(tensors: Mapping[str, Tensor], name: str, parameter: Tensor) -> dict[str, Tensor]:
+    names = {part: f"{name}.{part}" for part in (_STEP, *_MOMENTS)}
+    if tensors.keys().isdisjoint(names.values()):
+        return {}
+    state = {part: tensors[key] for part, key in names.items()}
+    if any(state[moment].shape != parameter.shape for moment in _MOMENTS) or state[_STEP].ndim:
+        raise CheckpointError(f"{_FILE}: {name} has another shape than the adapter")
+    return state

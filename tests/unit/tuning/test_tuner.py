@@ -239,6 +239,29 @@ def test_a_checkpoint_goes_on_exactly(base: Any, tmp_path: Path) -> None:
     assert all(torch.equal(one, again.parameters[name]) for name, one in tuner.parameters.items())
 
 
+def test_tensors_that_missed_steps_go_on_exactly(base: Any, tmp_path: Path) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    never, late = list(tuner.parameters)[:2]
+
+    def step(one: Tuner, number: int, without: tuple[str, ...]) -> None:
+        one.compute(texts(number), CROSS_ENTROPY, backward=True)
+        for name in without:
+            one.parameters[name].grad = None
+        one.step(AdamParams(learning_rate=0.01))
+
+    step(tuner, 0, (never, late))
+    step(tuner, 1, (never,))
+    _, _, folder = store.find(store.save(tuner, facts(), "weights", "two").path, "")
+    again = Tuner(load_adapter(twin(base), folder, is_trainable=True, is_shared=True).eval())
+    load_optimizer(again, folder)
+    for one in (tuner, again):
+        step(one, 2, ())
+    assert again.optimizer.state[again.parameters[late]]["step"] == 2
+    assert again.optimizer.state[again.parameters[never]]["step"] == 1
+    assert all(torch.equal(one, again.parameters[name]) for name, one in tuner.parameters.items())
+
+
 def test_checkpoints_are_listed_and_go(base: Any, tmp_path: Path) -> None:
     now = [100.0]
     store = CheckpointStore(tmp_path, clock=lambda: now[0])
@@ -337,8 +360,10 @@ def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) 
     tuner.compute(texts(), CROSS_ENTROPY, backward=True)
     tuner.step(AdamParams())
     _, _, folder = store.find(store.save(tuner, facts(), "weights", "a").path, "")
-    with pytest.raises(CheckpointError, match=r"load the weights alone|another shape"):
+    with pytest.raises(CheckpointError, match="another shape"):
         load_optimizer(Tuner(new_lora(base, rank=3, seed=0)), folder)
+    with pytest.raises(CheckpointError, match="which the adapter lacks"):
+        load_optimizer(Tuner(new_lora(base, rank=2, seed=0, mlp=False)), folder)
     _, _, folder = store.find(store.save(tuner, facts(), "sampler_weights", "a").path, "")
     with pytest.raises(CheckpointError, match="load the weights alone"):
         load_optimizer(tuner, folder)
