@@ -75,8 +75,9 @@ class PeerRecord:
     """Failures since it last did what it was asked."""
     failed_at: float = -math.inf
     failure: str = ""
-    unkept_tokens: int = 0
-    """Tokens of the smallest batch whose graph it has not kept; 0: it keeps what it is asked to."""
+    unkept: int = 0
+    """Tokens of the smallest batch whose graph it has not kept; see `unkept_tokens`."""
+    unkept_at: float = -math.inf
     rests: Recent[str, Rest] = field(default_factory=lambda: Recent(_MAX_KINDS))
     """By the peer that its outputs did not reach."""
     lag_s: float = 0.0
@@ -102,6 +103,12 @@ class PeerRecord:
 def lag_s(record: PeerRecord, now: float) -> float:
     """Returns by how many seconds a holder is believed to be slower than it announces: its lag fades with time."""
     return record.lag_s * 0.5 ** ((now - record.lagged_at) / record.rules.lag_half_life_s) if record.lag_s else 0.0
+
+
+def unkept_tokens(record: PeerRecord, now: float) -> int:
+    """Returns the tokens of the smallest batch whose graph it has not kept of late; 0: it keeps what it is asked to."""
+    # Graphs of other clients may have taken the room, for a while.
+    return record.unkept if now - record.unkept_at < record.rules.fade_s else 0
 
 
 class Outcome(Protocol):
@@ -208,7 +215,7 @@ class Unkept(NamedTuple):
 
     def write(self, record: PeerRecord, now: float) -> None:
         """Keeps the smallest number."""
-        record.unkept_tokens = min(self.tokens, record.unkept_tokens or self.tokens)
+        record.unkept, record.unkept_at = min(self.tokens, unkept_tokens(record, now) or self.tokens), now
 
 
 class Packed(NamedTuple):

@@ -42,11 +42,14 @@ class SwarmMonitor(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  
             ConfigError: If no block of the module is on a swarm.
         """
         self._counts = swarm_connection(pl_module).counts
-        self._first = self._last = self._counts.totals()
+        self._first = self._counts.totals()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # Not at the end of the one before: a validation may lie between.
+        self._before = self._counts.totals()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        before, now = self._last, self._counts.totals()
-        self._last = now
+        before, now = self._before, self._counts.totals()
         values = {name: now[name] - before[name] for name in _OF_THE_BATCH}
         values |= {name: now[name] - self._first[name] for name in _OF_THE_TRAINING}
         pl_module.log_dict({f"swarm/{name}": value for name, value in values.items()})

@@ -23,7 +23,7 @@ def chunks_within(inputs: SpanInputs, max_tokens: int) -> int:
     """
     batch, length = inputs.hidden.shape[:2]
     rows = max(1, max_tokens // max(length, 1))
-    return -(-batch // rows)
+    return max(1, -(-batch // rows))
 
 
 def chunk_rows(num_rows: int, num_chunks: int) -> list[slice]:

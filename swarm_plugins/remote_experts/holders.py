@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _LOOK_UP_S = 1.0
 """Longest wait for new holders when experts have none."""
 _SAMPLE_PARTS = 8
-"""Parts of a block's experts that a sample of holders covers each: the time to choose it has a bound."""
+"""Parts of a block's experts, and of an expert's slices, that a sample covers each: it is chosen in bounded time."""
 
 
 class HolderView(ServerView):
@@ -62,12 +62,13 @@ class HolderView(ServerView):
         self.ban(peer, error)
 
     def share_of(self, info: ServerInfo) -> Sequence[Hashable]:
-        """Returns what a sample of holders should cover: blocks, eighths of their experts, and slices."""
+        """Returns what a sample of holders should cover: blocks, eighths of their experts, and eighths of slices."""
         most = max(self.num_experts.values())
         first, end = info.experts or (0, 0)
         eighths = range(first * _SAMPLE_PARTS // most, math.ceil(end * _SAMPLE_PARTS / most))
         blocks = range(max(info.start, self.blocks.start), min(info.end, self.blocks.stop))
-        return [(block, eighth, info.slice) for block in blocks for eighth in eighths]
+        part = None if info.slice is None else info.slice[0] * _SAMPLE_PARTS // info.slice[1]
+        return [(block, eighth, part) for block in blocks for eighth in eighths]
 
     async def shares(
         self, block: int, loads: Mapping[int, int], *, without: Collection[str], failure: SwarmError | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -20,24 +21,26 @@ def spread_sample(shares: Mapping[str, Sequence[Hashable]], limit: int) -> list[
     if len(peers) <= limit:
         return peers
     random.shuffle(peers)
+    # Popped from the end: the largest shares first, so that few servers cover much.
+    peers.sort(key=lambda peer: len(shares[peer]))
     holders: dict[Hashable, list[str]] = {}
     for peer in peers:
         for part in shares[peer]:
             holders.setdefault(part, []).append(peer)
-    for candidates in holders.values():
-        # Popped from the end: the largest shares first, so that few servers cover much.
-        candidates.sort(key=lambda peer: len(shares[peer]))
     times_held = dict.fromkeys(holders, 0)
+    # With 64 of thousands of servers to choose, a round must look neither at all servers again nor at all parts.
+    rarest = [(0, index, part) for index, part in enumerate(holders)]
     chosen: dict[str, None] = {}
-    while len(chosen) < limit:
-        # With 64 of thousands of servers to choose, a round must not look at all servers again.
-        rarest = min(times_held, key=lambda each: times_held[each])
-        peer = holders[rarest].pop()
-        if peer not in chosen:
+    while rarest and len(chosen) < limit:
+        times, index, part = heapq.heappop(rarest)
+        candidates = holders[part]
+        while candidates and candidates[-1] in chosen:
+            candidates.pop()
+        if candidates and times == times_held[part]:
+            peer = candidates.pop()
             chosen[peer] = None
             for held in shares[peer]:
-                if held in times_held:
-                    times_held[held] += 1
-        if not holders[rarest]:
-            del times_held[rarest]
+                times_held[held] += 1
+        if candidates:
+            heapq.heappush(rarest, (times_held[part], index, part))
     return list(chosen)

@@ -162,7 +162,7 @@ class CheckpointStore:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{printable(name[:150])!r} is not a checkpoint name: use letters, digits, '_', '-', '.'")
         folder = self._folder(run.run) / kind / name
-        if folder.exists() and not overwrite:
+        if self._facts(folder) is not None and not overwrite:
             raise ConfigError(f"the run has {kind}/{name} already: give another name, or overwrite=True")
         self._check_room(run.owner, sum(one.numel() * one.element_size() for one in tuner.parameters.values()))
         now = self._clock()

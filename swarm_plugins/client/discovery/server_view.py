@@ -85,8 +85,8 @@ class ServerView(ABC):
             on_late=self.doubt,
         )
         self.refreshed_at = float("-inf")
-        self._misfits: Recent[str, None] = Recent()
-        """Servers that serve something else than they are announced for."""
+        self._misfits: Recent[str, float] = Recent()
+        """When a server was found to serve something else than it is announced for."""
         self._has_answers = False
         self._last_failure: BaseException | None = None
         self._last_failed: str | None = None
@@ -159,7 +159,9 @@ class ServerView(ABC):
             if info.state in _WORTH_ASKING and self.is_of_use(info) and not self.excludes(peer)
         }
         if len(online) > _MAX_PROBES:
-            fitting = {peer: share for peer, share in online.items() if peer not in self._misfits}
+            now, again_s = self.peers.book.now, self.peers.book.rules.fade_s
+            misfits = {peer for peer, found_at in self._misfits.items() if now - found_at < again_s}
+            fitting = {peer: share for peer, share in online.items() if peer not in misfits}
             online = {peer: online[peer] for peer in judging.usable(self.peers.book, fitting, copies=2)}
         named = self.entries.keys() | {address.rpartition("/")[2] for address in self.initial_peers}
         again = spread_sample({peer: share for peer, share in online.items() if peer in named}, _MAX_PROBES // 2)
@@ -179,7 +181,7 @@ class ServerView(ABC):
             info = self._checked(said)
         except ProtocolError as exc:
             # Perhaps it serves another model now: no reason for that model's users to leave it out.
-            self._misfits[peer] = None
+            self._misfits[peer] = self.peers.book.now
             self._last_failure, self._last_failed = exc, peer
             self._remove(peer)
             log.info("server %s is not used for %s: %s", peer, self.version, one_line(exc))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.book import judging
+from swarm_plugins.book.record import unkept_tokens
 from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.calls.retries import ChainRetries
 from swarm_plugins.client.digests import CallAdapters
@@ -82,7 +83,7 @@ class BatchCall:
         num_rows, length = self.inputs.hidden.shape[:2]
         book = self.servers.peers.book
         records = [book[span.peer] for span in chain]
-        unkept = min((one.unkept_tokens for one in records if one.unkept_tokens), default=0) if self.keep else 0
+        unkept = min(filter(None, (unkept_tokens(one, book.now) for one in records)), default=0) if self.keep else 0
         if unkept > length:
             # Half of it may fit; more chunks than that would help little.
             fitting = chunks_within(self.inputs, max(1, unkept // 2))

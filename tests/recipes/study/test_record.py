@@ -65,7 +65,7 @@ def test_a_student_asks_for_the_model_of_its_teacher(elsewhere: dict[str, Any], 
     study = study_in(tmp_path / "here")
     study.go_on_from(tmp_path / FIGURES)
     student = study.plan.runs(0, elsewhere["corpus"]["digest"])["student-staged"]
-    with pytest.raises(ConfigError, match="has left no model in .*/here: train it there first, without --record"):
+    with pytest.raises(ConfigError, match=r"has left no model in .*/here: train it there first, without --record"):
         train(student, load_corpus(tmp_path / "here" / "corpus", VOCAB), study.place)
 
 

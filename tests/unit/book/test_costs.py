@@ -6,7 +6,7 @@ import pytest
 from client_kit import server_info
 
 from swarm_plugins.book import judging
-from swarm_plugins.book.record import Answered, PeerBook, Said
+from swarm_plugins.book.record import Answered, PeerBook, Said, Unkept, unkept_tokens
 from swarm_plugins.routing import Demand, ServerEntry, plan
 
 
@@ -75,6 +75,19 @@ def test_a_server_that_was_slow_long_ago_gets_another_chance() -> None:
     assert chosen(book, servers, Demand()) == "other"
     now = 3600.0
     assert chosen(book, servers, Demand()) == "was-busy"
+
+
+def test_a_server_whose_room_for_graphs_was_taken_long_ago_gets_another_chance() -> None:
+    now = 0.0
+    book = PeerBook(clock=lambda: now)
+    assert unkept_tokens(book["p"], now) == 0
+    for tokens in (400, 900):
+        book.observe("p", Unkept(tokens))
+    assert unkept_tokens(book["p"], now) == 400
+    now = 3600.0
+    assert unkept_tokens(book["p"], now) == 0
+    book.observe("p", Unkept(900))
+    assert unkept_tokens(book["p"], now) == 900
 
 
 def test_round_trips_are_no_calls() -> None:

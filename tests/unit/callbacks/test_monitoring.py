@@ -40,13 +40,16 @@ def tuner(pl: Any, load: Any, before_step: Any = lambda index: None) -> Any:
             before_step(index)
             return self.model(input_ids=batch, labels=batch).loss
 
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.model(input_ids=batch)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
 
     return Tuner()
 
 
-def fit(pl: Any, module: Any, folder: Path) -> list[dict[str, str]]:
+def fit(pl: Any, module: Any, folder: Path, *, validates: bool = False) -> list[dict[str, str]]:
     """Trains four batches, and returns the rows of the log that every second one has written."""
     logger = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger(folder, flush_logs_every_n_steps=1)
     rows = torch.randint(3, 100, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -55,13 +58,17 @@ def fit(pl: Any, module: Any, folder: Path) -> list[dict[str, str]]:
         logger=logger,
         log_every_n_steps=2,
         max_epochs=1,
+        limit_val_batches=4 if validates else 0,
+        num_sanity_val_steps=0,
+        val_check_interval=1 if validates else None,
         accelerator="cpu",
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    trainer.fit(module, loader, loader if validates else None)
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
 
@@ -89,6 +96,17 @@ def test_a_logger_gets_what_each_batch_costs(spelling: str, swarm: InProcessSwar
         assert 4 * states < float(row["swarm/received_bytes"]) < 40 * states
         assert [float(row[f"swarm/{name}"]) for name in ("failures", "bans", "replays")] == [0, 0, 0]
     assert [float(row["swarm/retries"]) for row in rows] == [0, 1]
+
+
+def test_a_validation_is_in_no_batch(swarm: InProcessSwarm, tmp_path: Path) -> None:
+    pl = importlib.import_module(SPELLINGS[0])
+    module = tuner(pl, lambda: AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection))
+    costs = [
+        [row["swarm/round_trips"] for row in fit(pl, module, tmp_path / str(validates), validates=validates)]
+        for validates in (False, True)
+    ]
+    # The validation has sent the adapter, which is as the next batch needs it.
+    assert [[float(one) for one in some if one] for some in costs] == [[6, 6], [4, 4]]
 
 
 def test_a_module_without_remote_blocks_is_refused(base_dir: Path, tmp_path: Path) -> None:

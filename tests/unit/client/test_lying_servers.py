@@ -54,14 +54,15 @@ class InfoChannel:
 
 
 class Swarm:
-    """Directory and transport: everybody announces the whole model; who is in ``silent`` accepts no stream."""
+    """Directory and transport. Who is in ``silent`` accepts no stream; who is not in ``announced`` announces all."""
 
     def __init__(self, infos: dict[str, ServerInfo], silent: tuple[str, ...] = ()) -> None:
         self.infos = infos
         self.silent = silent
+        self.announced: dict[str, ServerInfo] = {}
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
-        return dict.fromkeys([*self.silent, *self.infos], INFO)
+        return dict.fromkeys([*self.silent, *self.infos], INFO) | self.announced
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         if peer in self.silent:
@@ -153,3 +154,23 @@ async def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monk
     for _ in range(10):
         await view.refresh(force=True)
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
+
+
+async def test_a_server_that_served_something_else_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.discovery.server_view._MAX_PROBES", 4)
+    first, rest = (msgspec.structs.replace(INFO, start=start, end=end) for start, end in ((0, 1), (1, 4)))
+    others = {f"p{index}": rest for index in range(5)}
+    swarm = Swarm({"moving": msgspec.structs.replace(first, version="b" * 64), **others})
+    view = view_of(swarm)
+    now = 0.0
+    view.peers.book._clock = lambda: now
+    swarm.announced = {"moving": first, **others}
+    await view.refresh(force=True)
+    swarm.infos["moving"] = first
+    await view.peers.close()  # its streams would tell what it said before
+    now = 10.0
+    await view.refresh(force=True)
+    assert "moving" not in view.entries
+    now = 3600.0
+    await view.refresh(force=True)
+    assert "moving" in view.entries

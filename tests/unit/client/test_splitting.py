@@ -20,6 +20,11 @@ def run(inputs: SpanInputs) -> SpanOutputs:
     )
 
 
+def test_a_batch_without_rows_is_one_part() -> None:
+    inputs = SpanInputs(blocks=range(3), hidden=torch.zeros(0, 3, 4))
+    assert chunk_rows(0, chunks_within(inputs, 10)) == [slice(0, 0)]
+
+
 @pytest.mark.parametrize(("max_tokens", "calls"), [(100, 1), (15, 1), (10, 2), (7, 3), (1, 5)])
 def test_parts_joined_equal_the_whole(max_tokens: int, calls: int) -> None:
     inputs = SpanInputs(

@@ -23,3 +23,26 @@ def test_servers_that_hold_the_same_are_chosen_at_random() -> None:
     spans = {f"peer{index}": range(4) for index in range(1000)}
     # Two samples of 10 of 1000 are the same ten with a chance below 1e-20.
     assert set(spread_sample(spans, 10)) != set(spread_sample(spans, 10))
+
+
+def test_who_has_nothing_that_is_wanted_is_in_no_sample() -> None:
+    assert spread_sample({f"peer{index}": () for index in range(5)}, 3) == []
+    assert spread_sample({"some": range(2), **{f"peer{index}": () for index in range(5)}}, 3) == ["some"]
+
+
+class Compared(int):
+    """A part that counts how often parts are looked up."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Compared.looks += 1
+        return int(self)
+
+
+def test_parts_that_only_one_has_cost_no_look_at_all_others() -> None:
+    # Not a time: with each choice all parts were looked at.
+    shares = {f"peer{index}": [Compared(index * 50 + part) for part in range(50)] for index in range(400)}
+    Compared.looks = 0
+    assert len(spread_sample(shares, 64)) == 64
+    assert Compared.looks < 10 * 400 * 50

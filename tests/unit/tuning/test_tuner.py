@@ -279,6 +279,10 @@ def test_checkpoints_are_listed_and_go(base: Any, tmp_path: Path) -> None:
     assert store.save(tuner, facts("anna"), "weights", "a", overwrite=True).num_bytes == lasting.num_bytes
     now[0] = 161.0
     assert [one.name for one in store.checkpoints(RUN)] == ["a"]
+    store.save(tuner, facts("anna"), "weights", "c", ttl_s=60)
+    now[0] = 222.0
+    assert store.save(tuner, facts("anna"), "weights", "c").saved == 222.0  # the name is free again
+    store.delete(store.find(f"tinker://{RUN}/weights/c", "anna")[0])
     store.delete(lasting)
     assert not store.checkpoints(RUN)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["run.json"]
