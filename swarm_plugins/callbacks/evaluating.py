@@ -73,13 +73,17 @@ def eval_options(source: AdapterSource) -> list[str]:
         raise ConfigError(
             "eval_tasks needs addresses of the swarm: load the model with initial_peers=, not connection="
         )
+    config = connection.config
+    if config.allowed_peers is not None or any(config.local_blocks):
+        raise ConfigError(
+            "eval_tasks would send texts to servers that allowed_peers or local_blocks keep yours from: leave it out, "
+            "and run `swarm eval` for published versions where all servers may read the tasks"
+        )
     for address in connection.initial_peers:
         options += ["--initial-peers", address]
-    config = connection.config
     options += ["--discovery", config.discovery] if config.discovery != "dht" else []
-    for option, file in (("--secret-file", config.secret_file), ("--identity", config.identity)):
-        options += [option, str(file.absolute())] if file is not None else []
-    return options
+    # Not the identity, which this process has in use: another one of the same would be refused.
+    return options + (["--secret-file", str(config.secret_file.absolute())] if config.secret_file is not None else [])
 
 
 class EvalWorker(BackgroundQueue[str]):

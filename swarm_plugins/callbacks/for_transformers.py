@@ -45,7 +45,11 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publishes the final adapter and waits for pending uploads."""
         if "end" in self.on:
-            self.publish("end", state.global_step, self._all_metrics(state))
+            best = state.best_global_step if args.load_best_model_at_end else None
+            if best is None:
+                self.publish("end", state.global_step, self._all_metrics(state))
+            else:  # its weights have been loaded
+                self.publish("end", best, self._metrics_at(state, best))
         self.finish()
 
     def _monitored(self, args: Any, metrics: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -56,5 +60,17 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
         return monitor if monitor is None or monitor in metrics else f"eval_{monitor}", mode
 
     def _all_metrics(self, state: Any) -> dict[str, Any]:
-        losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
-        return {"train_loss": next(losses, None), **self._metrics}
+        return {"train_loss": _loss_at(state, state.global_step), **self._metrics}
+
+    def _metrics_at(self, state: Any, step: int) -> dict[str, Any]:
+        """Returns the figures of an earlier step that was evaluated."""
+        found = {"train_loss": _loss_at(state, step)}
+        for entry in state.log_history:
+            if entry["step"] == step:
+                found |= {name: value for name, value in entry.items() if name.startswith("eval_")}
+        return found
+
+
+def _loss_at(state: Any, step: int) -> float | None:
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry and entry["step"] <= step]
+    return losses[-1] if losses else None

@@ -194,7 +194,7 @@ def test_a_base_that_another_process_cannot_have_is_refused(adapted: Adapted, ba
         eval_options(source)
 
 
-def test_the_process_joins_the_swarm_as_the_training_does(
+def test_the_process_joins_the_swarm_with_its_secret_and_another_identity(
     adapted: Adapted, base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SwarmConfig(discovery="static", secret_file=tmp_path / "secret", identity=tmp_path / "key")
@@ -203,5 +203,9 @@ def test_the_process_joins_the_swarm_as_the_training_does(
     monkeypatch.setattr(evaluating, "swarm_connection", lambda base: connection)
     assert eval_options(find_adapter(adapted())) == [
         *["--base", str(base_dir), "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm", "--discovery", "static"],
-        *["--secret-file", str(tmp_path / "secret"), "--identity", str(tmp_path / "key")],
+        *["--secret-file", str(tmp_path / "secret")],
     ]
+    for kept in ({"allowed_peers": ("Qm",)}, {"local_blocks": (1, 0)}):
+        connection.config = SwarmConfig(**kept)
+        with pytest.raises(ConfigError, match="texts to servers that allowed_peers or local_blocks keep yours from"):
+            eval_options(find_adapter(adapted()))

@@ -245,6 +245,10 @@ def test_transformers_with_the_best_model_at_the_end_publishes_that(
     run = hf_trainer(adapted(), tmp_path, callback, **options)
     run.train()
     assert run.state.best_global_step == 2
+    manifest = Manifest.read(callback.pushed[-1].folder)
+    assert manifest is not None
+    [best] = [entry for entry in run.state.log_history if entry["step"] == 2 and "eval_loss" in entry]
+    assert (manifest.step, manifest.metrics["eval_loss"]) == (2, best["eval_loss"])
     base = AutoModelForCausalLM.from_pretrained(base_dir)
     loaded = load_adapter(base, "me/adapter", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
     with torch.no_grad():
