@@ -6,6 +6,7 @@ Letters: T tokens, E experts, k experts per token.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ def top_k_gate(logits: Tensor, num_picks: int) -> tuple[Tensor, Tensor]:
 
 def capacity(num_tokens: int, num_experts: int, num_picks: int, factor: float, *, least: int = 0) -> int:
     """Returns how many tokens an expert takes: ``ceil(T k / E * factor)`` (GShard, section 2.2), at least ``least``."""
-    return max(least, math.ceil(num_tokens * num_picks / num_experts * factor))
+    # By the decimal fraction as it is written: 1.1 is a little more in binary, which would be one seat more.
+    return max(least, math.ceil(num_tokens * num_picks * Fraction(str(factor)) / num_experts))
 
 
 def within_capacity(

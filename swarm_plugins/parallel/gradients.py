@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,16 +70,33 @@ def broadcast_parameters(model: nn.Module) -> None:
             check_wrappers(module, name)
     except SwarmError as exc:
         refusal = exc
-    shapes = [(name, one.dtype, one.shape) for name, one in model.named_parameters()]
+    send_parameters(parallelism, dict(model.named_parameters()), refusal)
+    for name, module in divided.items():
+        divide_adapters(module, name)
+
+
+def send_parameters(
+    parallelism: Parallelism, parameters: Mapping[str, nn.Parameter], refusal: SwarmError | None = None
+) -> None:
+    """Copies parameters from the first rank that holds each to the others; see `broadcast_parameters`.
+
+    Args:
+        parallelism: Which ranks hold what.
+        parameters: By name, the same ones on every rank.
+        refusal: Why this rank cannot go on.
+
+    Raises:
+        ConfigError: If ranks differ in the parameters, or one refuses.
+        TransportError: If another rank is lost.
+    """
+    shapes = [(name, one.dtype, one.shape) for name, one in parameters.items()]
     agree(repr(shapes), refusal, own_device(parallelism.batch_mesh.device_type), parallelism.world)
-    for parameter in model.parameters():
+    for parameter in parameters.values():
         with translated("the broadcast of parameters"):
             if not isinstance(parameter, DTensor):
                 dist.broadcast(local(parameter), group=parallelism.batch_mesh["tp"].get_group(), group_src=0)
             for group in parallelism.groups_of(parameter):
                 dist.broadcast(local(parameter), group=group, group_src=0)
-    for name, module in divided.items():
-        divide_adapters(module, name)
 
 
 def clip_gradients(
@@ -128,6 +145,8 @@ def _norm_of_all_ranks(parameters: Sequence[nn.Parameter], norm_type: float, wor
             norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
             # Several ranks hold the same gradient, and each adds its share of it.
             total = total.maximum(norm) if is_largest else total + norm.double() ** norm_type / _copies(parameter.grad)
+    if is_largest:
+        total = total.nan_to_num(nan=math.inf, posinf=math.inf)  # gloo's maximum would lose it
     with translated("measuring the norm of gradients"):
         dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=world)
     return (total if is_largest else total ** (1 / norm_type)).float()

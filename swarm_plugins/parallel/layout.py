@@ -109,13 +109,13 @@ def plan_layers(
 
 def undivided_text(layouts: Sequence[LayerLayout]) -> str:
     """Returns a sentence about the layers that every rank holds whole; empty if there are none, or no other rank."""
-    whole = [layout for layout in layouts if not layout.is_distributed]
+    whole = [layout for layout in layouts if not layout.is_distributed and layout.layer.num_experts > 1]
     if not whole or whole[0].world_size == 1:
         return ""
     found = ", ".join(f"{one.layer.index} ({one.layer.num_experts} experts)" for one in whole)
     return (
         f"each of {whole[0].world_size} ranks holds all experts of the layers {found}: to divide them, choose a number "
-        "of ranks that has a common divisor with the number of experts"
+        "of ranks that has a common divisor with the number of experts; ranks that share a batch ('tp') divide it"
     )
 
 

@@ -64,14 +64,21 @@ def load_parallel(
         with torch.device("cpu"):
             parallelize(model, mesh, timeout_s=timeout_s, **how)
 
-    refusal = None
+    refusal, opened = None, ""
     try:
         checkpoint = Checkpoint.open(name_or_dir, revision=revision)
         checkpoint.refuse_gguf("divide it over ranks")
         cls = model_class or class_for_task(checkpoint.config, "causal language model", MODEL_FOR_CAUSAL_LM_MAPPING)
+        opened = checkpoint.version.key
     except SwarmError as exc:
         refusal = exc
-    agree("open a checkpoint", refusal, device, world)
+    agree(
+        f"open the checkpoint {opened}",
+        refusal,
+        device,
+        world,
+        alike="the version of the checkpoint (commit, or contents)",
+    )
     try:
         model = model_from_tensors(cls, checkpoint.config, None, dtype, checkpoint.name, trim=trim, device=device)
         take_generation_config(model, checkpoint)

@@ -63,7 +63,7 @@ def batch_ranks(mesh: DeviceMesh | None) -> torch.Tensor:
             None: every rank has a batch of its own.
 
     Raises:
-        ConfigError: If the mesh leaves out a rank, or if "tp" is not the last dimension.
+        ConfigError: If the mesh leaves out a rank, has them in another order, or "tp" is not its last dimension.
     """
     world_size = dist.get_world_size()
     if mesh is None:
@@ -71,6 +71,10 @@ def batch_ranks(mesh: DeviceMesh | None) -> torch.Tensor:
     names = mesh.mesh_dim_names or ()
     if mesh.size() != world_size:
         raise ConfigError(f"the mesh has {mesh.size()} of {world_size} ranks: make it of all of them")
+    order = mesh.mesh.flatten().tolist()
+    if order != sorted(order):
+        # A group of torch.distributed has its ranks in ascending order, whatever a mesh says: rows would go astray.
+        raise ConfigError(f"the mesh has the ranks in the order {order}: make it of {sorted(order)}, in this order")
     if "tp" not in names:
         return mesh.mesh.reshape(-1, 1).cpu()
     if names[-1] != "tp":

@@ -140,10 +140,12 @@ def _dense_plan(model: PreTrainedModel) -> dict[str, str]:
     experts = set(model.ep_plan or {})
     plan = {rule: style for rule, style in (model.tp_plan or {}).items() if rule not in experts}
     found: dict[str, str] = {}
+    names = dict(model.named_parameters())  # a weight of two modules by its first name: it is cut once
     for name, module in model.named_modules():
         rule = replace_layer_number_by_wildcard(name)
         for own, _ in module.named_parameters(recurse=False):
-            if style := plan.get(f"{rule}.{own}") or plan.get(rule):
+            style = plan.get(f"{rule}.{own}") or plan.get(rule)
+            if style and f"{name}.{own}" in names:
                 found[f"{name}.{own}"] = style
         if rule in plan:
             found[name] = plan[rule]

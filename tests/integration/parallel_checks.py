@@ -27,6 +27,7 @@ SEQUENCE = 6
 VARIANTS: dict[str, dict[str, Any]] = {
     "prmoe": {},
     "prmoe-bias": {"mlp_bias": True},
+    "prmoe-tied": {"tie_word_embeddings": True},
     # As in the paper, but for biases of keys, whose gradients are rounding alone.
     "prmoe-gpt": {
         "mlp_gated": False,
@@ -146,6 +147,20 @@ def step(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
     logits = model(rows).logits
     loss_of(logits, rows).backward()
     return {"logits": logits, **grads_of(model)}
+
+
+def largest_gradient(values: list[float]) -> list[float]:
+    """For each value: the largest gradient that is found if an expert of the last rank alone has one of that size."""
+    found = []
+    for value in values:
+        model = parallel(ep_size=2)
+        model.model.layers[0].mlp.experts.down_proj.grad = grad = torch.zeros_like(
+            model.model.layers[0].mlp.experts.down_proj
+        )
+        if dist.get_rank() == dist.get_world_size() - 1:
+            grad.to_local()[0, 0, 0] = value
+        found.append(float(clip_gradients(model, float("inf"), norm_type=float("inf"))))
+    return found
 
 
 def same_bits(cases: list[dict[str, Any]]) -> list[list[str]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from parallel_checks import loss_of, mixture, parallel, relative, tokens, whole
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextModel
 
@@ -55,6 +55,7 @@ def layouts_refused() -> list[str]:
         said(parallelize, mixture(), ep_size=2, ep_implementation="all_reduce"),
         said(parallelize, mixture(intermediate_size=32 + 16 * own), ep_size=2),
         said(parallelize, normed_experts(), one_batch, ep_size=2),
+        said(parallelize, mixture(), DeviceMesh("cpu", [1, 0], mesh_dim_names=("data",))),
     ]
 
 

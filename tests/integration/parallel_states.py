@@ -140,4 +140,5 @@ def status_bytes(field: str) -> int:
 
 def not_loaded(folders: list[str]) -> list[str]:
     """What each rank says if rank 1 finds something else than rank 0."""
-    return [said(load_parallel, folder, timeout_s=20) for folder in (folders[dist.get_rank()], folders[2])]
+    rank = dist.get_rank()
+    return [said(load_parallel, folder, timeout_s=20) for folder in (folders[rank], folders[2], folders[3 * rank])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parallel_checks import equal_to_one_process, messages, same_bits, with_capacity
+from parallel_checks import equal_to_one_process, largest_gradient, messages, same_bits, with_capacity
 from parallel_kit import run_ranks
 
 # The ranks are forked from one process that has imported everything.
@@ -21,6 +21,7 @@ ANY_WORLD = [
     {"tp": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
     {"family": "prmoe"},
     {"family": "prmoe", "tp": 2, "ep_size": [1, 2]},
+    {"family": "prmoe-tied", "tp": 2, "ep_size": [1, 2]},
     {"family": "prmoe-gpt", "ep_size": 1, "expert_slices": 2},
     {"family": "prmoe-bias", "ep_size": 1, "expert_slices": 2},
 ]
@@ -53,6 +54,11 @@ def test_logits_gradients_and_their_norm_are_those_of_one_process(world_size: in
     for errors in run_ranks(world_size, equal_to_one_process, cases):
         for case, one in zip(cases, errors, strict=True):
             assert max(one.values()) < 1e-4, (case, one)
+
+
+def test_the_largest_gradient_is_that_of_all_ranks_and_no_number_is_lost() -> None:
+    for found in run_ranks(2, largest_gradient, [-3.0, float("inf"), float("nan")]):
+        assert found == [3.0, float("inf"), float("inf")]
 
 
 def test_tokens_over_capacity_are_not_sent() -> None:

@@ -40,6 +40,7 @@ def test_layouts_that_cannot_be_are_refused_on_every_rank() -> None:
         r"ConfigError: ep_implementation 'all_reduce' needs groups .*: layer 0 has ep_size 2, and 1 ranks share",
         r"ConfigError: ranks \[[01]\] and rank [01] differ in model, mesh and sizes",
         r"UnsupportedError: .*mlp.experts: MuseSparkExperts normalize what each expert returns",
+        r"ConfigError: the mesh has the ranks in the order \[1, 0\]: make it of \[0, 1\], in this order",
     ]
     for found in run_ranks(2, layouts_refused):
         for text, pattern in zip(found, wanted, strict=True):

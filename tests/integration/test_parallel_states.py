@@ -78,8 +78,13 @@ def test_no_rank_ever_holds_the_whole_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
     mixture().save_pretrained(tmp_path / "whole")
     tiny_model("llama", num_layers=1).save_pretrained(tmp_path / "dense")
-    answers = run_ranks(2, not_loaded, [str(tmp_path / name) for name in ("whole", "missing", "dense")])
+    other = mixture()
+    other.lm_head.weight.data[0] += 1
+    other.save_pretrained(tmp_path / "other")
+    answers = run_ranks(2, not_loaded, [str(tmp_path / name) for name in ("whole", "missing", "dense", "other")])
     assert re.match(r"ConfigError: rank 1 refused: there is no directory", answers[0][0])
     assert re.match(r"ConfigError: there is no directory", answers[1][0])
-    for _, dense in answers:
+    for rank, (_, dense, other_weights) in enumerate(answers):
+        wanted = rf"ConfigError: ranks \[{1 - rank}\] and rank {rank} differ in the version of the checkpoint"
+        assert re.match(wanted, other_weights), other_weights
         assert re.match(r"UnsupportedError: LlamaForCausalLM has no expert-parallel plan", dense), dense

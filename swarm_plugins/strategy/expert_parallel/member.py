@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel import clip_gradients, parallelism_of, parallelize, synchronize_gradients
 from swarm_plugins.parallel.agreement import agree, translated
-from swarm_plugins.parallel.gradients import local
+from swarm_plugins.parallel.gradients import local, send_parameters
 from swarm_plugins.parallel.meshes import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.mixture import find_mixture
 from swarm_plugins.parallel.state import is_parallel
@@ -150,7 +150,8 @@ class ExpertParallelMember:
     def distribute(self, module: nn.Module) -> None:
         """Makes the mixture of experts in a module expert-parallel, with the weights of rank 0.
 
-        Leaves a module that is parallel already as it is: one loaded in parts, or trained before.
+        In a module that is parallel already, because it was loaded in parts or trained before, what is trained becomes
+        rank 0's: an adapter or a head that was added since has other initial values on each rank.
 
         Args:
             module: A module on this rank's device, the same on every rank.
@@ -162,6 +163,8 @@ class ExpertParallelMember:
         """
         if is_parallel(module):
             self._check_parallel(module)
+            trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+            send_parameters(parallelism_of(module), trained)
             return
         if self.world_size % self.tp_size:
             valid = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]

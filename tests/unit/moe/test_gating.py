@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -55,6 +56,13 @@ def seats_by_hand(index: list[list[int]], num_experts: int, room: int) -> list[l
     return kept
 
 
+def test_a_factor_counts_as_it_is_written() -> None:
+    # 50 * 1.1 is 55.00000000000001 in binary.
+    assert capacity(200, 4, 1, 1.1) == 55
+    assert capacity(201, 4, 1, 1.1) == 56
+    assert capacity(5, 4, 1, 2.0, least=4) == 4
+
+
 @settings(max_examples=100, deadline=None)
 @given(SEEDS, st.integers(0, 12), st.integers(1, 6), st.floats(0.05, 4.0), st.data())
 def test_seats_go_by_choice_and_position(
@@ -62,7 +70,7 @@ def test_seats_go_by_choice_and_position(
 ) -> None:
     picks = data.draw(st.integers(1, min(3, num_experts)))
     index = logits_of(seed, num_tokens, num_experts).topk(picks).indices
-    room = math.ceil(num_tokens * picks / num_experts * factor)
+    room = math.ceil(num_tokens * picks * Fraction(str(factor)) / num_experts)
     assert capacity(num_tokens, num_experts, picks, factor) == room
     kept = within_capacity(index, num_experts, factor)
     assert kept.shape == index.shape
