@@ -38,7 +38,10 @@ _TRAFFIC: ContextVar[Traffic | None] = ContextVar("swarm_parallel_traffic", defa
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Counts what this rank's exchanges send inside the block, backward passes included."""
+    """Counts what this rank's exchanges send inside the block; of backward passes only those on a CPU.
+
+    On other devices autograd runs them in threads of its own.
+    """
     traffic = Traffic()
     token = _TRAFFIC.set(traffic)
     try:

@@ -24,7 +24,7 @@ _BUCKET_BYTES = 32 * 2**20
 def synchronize_gradients(
     model: nn.Module, *, average: bool = True, parameters: Iterable[nn.Parameter] | None = None
 ) -> None:
-    """Reduces gradients over the batches of all ranks; call it after ``backward``, before the optimizer step.
+    """Reduces gradients over the batches of all ranks; call it once after all ``backward`` of an optimizer step.
 
     An expert has seen the tokens of every rank in its group, a dense weight those of its own rank. Each gradient is
     summed over the ranks that hold the same weight and divided by the number of batches, as data parallelism does.

@@ -246,6 +246,11 @@ class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
         if output_router_logits and outputs.router_logits:
             aux_loss = self._balance(outputs.router_logits, attention_mask)
+            if self._trains_routers() and torch.is_grad_enabled() and not aux_loss.requires_grad:
+                raise ConfigError(
+                    "the load-balancing loss has no gradient: gradient checkpointing with use_reentrant=True computes "
+                    "router logits without one; enable it with {'use_reentrant': False}, or set router_aux_loss_coef=0"
+                )
             if loss is not None:
                 share = _share_of_step(labels, kwargs.get("num_items_in_batch"))
                 loss = loss + self.config.router_aux_loss_coef * share * aux_loss.to(loss.device)

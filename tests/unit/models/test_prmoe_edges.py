@@ -307,6 +307,16 @@ def test_accumulated_batches_balance_once() -> None:
     torch.testing.assert_close(outputs[0].loss + outputs[1].loss, expected)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_gradient_checkpointing_that_would_teach_routers_nothing_is_refused() -> None:
+    model = small().train()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ConfigError, match="load-balancing loss has no gradient: gradient checkpointing with use_re"):
+        model(IDS, labels=IDS)
+    with torch.no_grad():
+        assert model(IDS, labels=IDS).aux_loss > 0
+
+
 def test_gradient_checkpointing_changes_no_gradient() -> None:
     gradients = []
     for is_checkpointed in (False, True):
