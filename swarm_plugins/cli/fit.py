@@ -37,8 +37,8 @@ def fit(
     """Train by a recipe, through Lightning.
 
     Any key of the recipe can be given as an option after the others, such as --trainer.max_epochs 2 or --model.base
-    DIR; --print_config shows all of them. The swarm is the recipe's (strategy.init_args.initial_peers), else the one
-    of the environment variable SWARM_INITIAL_PEERS, else --local-swarm; with --offload there is none.
+    DIR; --print_config shows all of them. The swarm is the recipe's (strategy.init_args.initial_peers), else
+    --local-swarm, else the one of the environment variable SWARM_INITIAL_PEERS; with --offload there is none.
     """
     quiet_recipe()
     with one_sentence_errors("fit", OFFLOAD_WORDS):

@@ -42,7 +42,9 @@ def print_plan(console: Console, planned: Planned) -> None:
         console.print("Everything fits: transformers alone will do, offloading gains nothing.")
     elif not plan.fits:
         _print_line(console, f"Faster: {_faster(planned)}.")
-    _print_line(console, f"swarm run {planned.name} --offload {format_offload(plan.config)}")
+    revision = f" --revision {planned.revision}" if planned.revision else ""
+    where = f"--offload {format_offload(plan.config)} --device {planned.device}"
+    _print_line(console, f"swarm run {planned.name}{revision} {where}")
 
 
 def _widened(sizes: ModelSizes) -> str:

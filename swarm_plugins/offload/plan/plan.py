@@ -79,6 +79,7 @@ class Planned:
     """A plan, and where its numbers come from."""
 
     name: str
+    revision: str | None
     plan: OffloadPlan
     device: str
     disk_source: str
@@ -131,7 +132,7 @@ def plan_model(
         memory_bytes=int(free_bytes(target) * _USABLE_SHARE) if memory_bytes is None else memory_bytes,
         ram_bytes=int(free_host_bytes() * _USABLE_SHARE) if ram_bytes is None else ram_bytes,
     )
-    return Planned(name=checkpoint.name, plan=plan, device=str(target), disk_source=source)
+    return Planned(name=checkpoint.name, revision=revision, plan=plan, device=str(target), disk_source=source)
 
 
 def _step_s(checkpoint: Checkpoint, sizes: ModelSizes, device: torch.device) -> float:
