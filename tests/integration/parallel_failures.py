@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from muse_spark import muse_spark_config
 from parallel_checks import loss_of, mixture, parallel, relative, tokens, whole
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextModel
 
 from swarm_plugins.errors import SwarmError
@@ -26,16 +26,6 @@ def said(function: Any, *args: Any, **kwargs: Any) -> str:
     except SwarmError as exc:
         return f"{type(exc).__name__}: {exc}"
     return "no error"
-
-
-def normed_experts() -> MuseSparkTextModel:
-    """A norm inside the experts' module, which all experts share."""
-    config = MuseSparkTextConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, moe_hidden_size=24, moe_intermediate_size=16, num_local_experts=6,
-        num_experts_per_tok=2, sliding_window=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return MuseSparkTextModel(config)
 
 
 def layouts_refused() -> list[str]:
@@ -54,7 +44,7 @@ def layouts_refused() -> list[str]:
         said(parallelize, torch.nn.Linear(2, 2)),
         said(parallelize, mixture(), ep_size=2, ep_implementation="all_reduce"),
         said(parallelize, mixture(intermediate_size=32 + 16 * own), ep_size=2),
-        said(parallelize, normed_experts(), one_batch, ep_size=2),
+        said(parallelize, MuseSparkTextModel(muse_spark_config(num_layers=2)), one_batch, ep_size=2),
         said(parallelize, mixture(), DeviceMesh("cpu", [1, 0], mesh_dim_names=("data",))),
     ]
 

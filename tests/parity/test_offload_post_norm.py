@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from muse_spark import muse_spark_config
 from offload_models import tokens
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin
@@ -43,14 +44,9 @@ class MuseSparkTextForCausalLM(MuseSparkPreTrainedModel, GenerationMixin):  # ty
 
 @pytest.fixture
 def toy() -> MuseSparkTextForCausalLM:
-    config = MuseSparkTextConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, moe_hidden_size=24, moe_intermediate_size=16, num_local_experts=6,
-        num_experts_per_tok=2, sliding_window=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = MuseSparkTextForCausalLM(config)
+        model = MuseSparkTextForCausalLM(muse_spark_config(num_layers=4))
         for name, parameter in model.named_parameters():
             # Initial norms are all the same: one that is lost would not be missed.
             parameter.add_(torch.randn_like(parameter), alpha=0.3 if "norm" in name else 0.05)
