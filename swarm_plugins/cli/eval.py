@@ -13,7 +13,7 @@ from swarm_plugins.child import end_with
 from swarm_plugins.cli.support.config_options import Given, options_of, parsed, words_of
 from swarm_plugins.cli.support.joining import client_node, client_options, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, printable
 from swarm_plugins.evaluation.tasks import EvalSettings, is_task_file, read_task_file
 from swarm_plugins.noise import quiet_command, quiet_loading
 
@@ -86,7 +86,7 @@ def evaluate(
             done = evaluate_versions(job, _loader(base, endpoint, node), tell=_tell)
         _print(done, job, as_json=json)
         for failure in done.failures[1:]:
-            _tell(str(failure))
+            _tell(printable(str(failure)))
         if done.failures:
             raise done.failures[0]
 
@@ -126,7 +126,8 @@ def _loader(base: str | None, endpoint: str | None, node: NodeConfig | None) -> 
 
 
 def _print(done: Evaluated, job: EvalJob, *, as_json: bool) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
+    from rich.text import Text
 
     from swarm_plugins.hub.results import as_builtins, series_of
     from swarm_plugins.hub.results_card import results_table
@@ -135,8 +136,9 @@ def _print(done: Evaluated, job: EvalJob, *, as_json: bool) -> None:
         fields = {"repo": job.repo_id, "new": done.num_new, "commit": done.commit, "results": as_builtins(done.records)}
         typer.echo(json_format.dumps(fields, indent=2))
     elif done.records:
-        header, *rows = results_table(series_of(done.records))
-        table = Table(*header)
+        # Names from a repository: text, whatever they look like.
+        header, *rows = [[Text(printable(cell)) for cell in row] for row in results_table(series_of(done.records))]
+        table = Table(*(Column(one) for one in header))
         for row in rows:
             table.add_row(*row)
         wide_console().print(table)

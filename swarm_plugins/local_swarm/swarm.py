@@ -244,8 +244,7 @@ class LocalSwarm:
             ways = {"host_maddrs": self._ports.own[index], "announce_maddrs": self._ports.for_clients[index]}
             known |= {option: _maddr(port) for option, port in ways.items()}
         for option, value in known.items():
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                command += [f"--{option.replace('_', '-')}", str(item)]
+            command += _as_options(f"--{option.replace('_', '-')}", value)
         return LocalServer(command, _environment(self._threads), self.folder / f"server-{index}.log")
 
     def _wait_for(self, servers: Sequence[LocalServer], event: str, deadline: float) -> None:
@@ -265,6 +264,14 @@ class LocalSwarm:
                     f"raise start_timeout_s, or see why{late.why}"
                 )
             time.sleep(_POLL_S)
+
+
+def _as_options(option: str, value: object) -> list[str]:
+    if isinstance(value, (list, tuple)):
+        return [part for one in value for part in _as_options(option, one)]
+    if value is None or isinstance(value, bool):
+        return [option] if value else []
+    return [option, str(value)]
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import PeftFacts
-from swarm_plugins.model_names import check_adapter_name
+from swarm_plugins.model_names import check_adapter_name, is_gguf_file
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -43,11 +43,12 @@ def find_base(adapter: AdapterFolder, base: str | Path | None = None) -> Checkpo
     Raises:
         ConfigError: If it is not known where the base is, or it is another one than the adapter was trained on.
         CheckpointError: If it cannot be read.
-        UnsupportedError: If transformers does not know the model.
+        UnsupportedError: If transformers does not know the model, or its weights lie in GGUF.
     """
     wanted = adapter.base
     name, revision = _named(adapter) if base is None else _split(str(base), wanted)
     checkpoint = Checkpoint.open(name, revision=revision)
+    checkpoint.refuse_gguf("merge an adapter into it")
     if wanted is None:
         log.warning("%s does not tell the version of its base: %s is taken unchecked", adapter.label, name)
     elif checkpoint.version.is_local != wanted.is_local:
@@ -75,7 +76,7 @@ def _named(adapter: AdapterFolder) -> tuple[str, str | None]:
     places = [path or "", adapter.base_name or ""]
     if wanted is not None:
         places.append(str(LocalCopies().find(wanted.name, wanted.revision) or ""))
-    found = next((place for place in places if place and Path(place).expanduser().is_dir()), None)
+    found = next((place for place in places if place and _is_here(Path(place).expanduser())), None)
     if found is not None:
         return found, None
     if wanted is None and path:
@@ -86,9 +87,13 @@ def _named(adapter: AdapterFolder) -> tuple[str, str | None]:
     )
 
 
+def _is_here(path: Path) -> bool:
+    return path.is_dir() or is_gguf_file(path)
+
+
 def _split(base: str, wanted: ModelVersion | None) -> tuple[str, str | None]:
     """Returns directory or repository, and revision; of a repository without one, the commit that is wanted."""
-    if Path(base).expanduser().is_dir():
+    if _is_here(Path(base).expanduser()):
         return base, None
     name, _, revision = base.partition("@")
     known = wanted.revision if wanted is not None and not wanted.is_local else None

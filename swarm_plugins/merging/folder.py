@@ -48,6 +48,7 @@ def write_folder(model: MergedModel, out: Path, dtype: torch.dtype | None) -> No
         files.setdefault(planned.file, {})[name] = planned
     if len(files) == 1:
         files = {SINGLE_FILE: next(iter(files.values()))}
+    config = _config(model, dtype)  # first: it may be missing
     total = sum(planned.num_bytes for planned in model.tensors.values())
     with new_place(out, total) as folder:
         folder.mkdir()
@@ -57,7 +58,7 @@ def write_folder(model: MergedModel, out: Path, dtype: torch.dtype | None) -> No
         if len(files) > 1:
             weight_map = {name: file for file, tensors in files.items() for name in tensors}
             _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _write_json(folder / _CONFIG_FILE, _config(model, dtype))
+        _write_json(folder / _CONFIG_FILE, config)
         for name in copied_files(model.checkpoint.file_names()):
             source = model.checkpoint.file_path(name)
             check_inside(source, source.parent.resolve())

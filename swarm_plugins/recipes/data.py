@@ -77,9 +77,10 @@ class _RecipeData(pl.LightningDataModule):
         Raises:
             ConfigError: If neither is known.
         """
-        name = self._tokenizer_name
+        name, revision = self._tokenizer_name, None
         if name is None and self.trainer is not None:
             name = getattr(self.trainer.lightning_module, "base", None)
+            revision = getattr(self.trainer.lightning_module, "revision", None)
         if name is None:
             raise ConfigError(
                 f"no tokenizer: give data.tokenizer ({BYTES!r} needs no files), or a module that names its base model "
@@ -88,7 +89,7 @@ class _RecipeData(pl.LightningDataModule):
         if name == BYTES:
             return ByT5Tokenizer(extra_ids=0)
         try:
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no tokenizer can be loaded from {name!r} ({one_line(error)}); give the directory of a model (run the "

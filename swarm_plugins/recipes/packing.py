@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -38,6 +37,8 @@ class Tokens(NamedTuple):
 class Packer:
     """Makes pieces of rows; a function for ``Dataset.map(..., batched=True)``, whose cache goes by its content.
 
+    For the batches of one data set, in their order: running text goes on from each to the next.
+
     Args:
         tokenizer: Tokenizes, and has the chat template for ``messages``.
         columns: What to read: ``messages``, ``prompt`` and ``completion``, or the one column of running text.
@@ -52,6 +53,10 @@ class Packer:
         self.columns = tuple(columns)
         self.length = length
         self.across_documents = across_documents
+        self._piece: list[Tokens] = []
+        """What the batches so far have left of running text: less than a piece."""
+        self._document: Any = None
+        """The last one's name."""
 
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
         """Returns ``input_ids``, ``labels`` and ``position_ids`` of pieces."""
@@ -72,28 +77,28 @@ class Packer:
 
     def _texts(self, rows: Mapping[str, Sequence[Any]]) -> Iterator[Tokens]:
         texts = rows[self.columns[0]]
-        named = [(text, name) for text, name in zip(texts, rows.get("document", count()), strict=False) if text]
+        names = rows.get("document") or [object() for _ in texts]
+        named = [(text, name) for text, name in zip(texts, names, strict=True) if text]
         if not named:
             return
         # Not verbose: documents may be longer than the model takes, pieces are not.
         encoded = self.tokenizer([text for text, _ in named], verbose=False)["input_ids"]
-        before: Any = None
         for ids, (_, name) in zip(encoded, named, strict=True):
-            whole = ids if ids[-1:] == [self._end] else [*ids, self._end]
-            yield Tokens(whole, [True] * len(whole), goes_on=self.across_documents or name == before)
-            before = name
+            whole = [*without_end(ids, self._end), self._end]
+            yield Tokens(whole, [True] * len(whole), goes_on=self.across_documents or name == self._document)
+            self._document = name
 
     def _cut(self, documents: Iterator[Tokens]) -> Iterator[list[Tokens]]:
-        piece: list[Tokens] = []
-        room = self.length
+        room = self.length - sum(len(part.ids) for part in self._piece)
         for document in documents:
             rest = document
             while len(rest.ids) >= room:
-                yield [*piece, Tokens(rest.ids[:room], rest.learned[:room], rest.goes_on)]
+                yield [*self._piece, Tokens(rest.ids[:room], rest.learned[:room], rest.goes_on)]
                 rest = Tokens(rest.ids[room:], rest.learned[room:], goes_on=True)
-                piece, room = [], self.length
+                self._piece, room = [], self.length
             if rest.ids:
-                piece, room = [*piece, rest], room - len(rest.ids)
+                self._piece.append(rest)
+                room -= len(rest.ids)
 
     def _fill(self, rows: Mapping[str, Sequence[Any]]) -> Iterator[list[Tokens]]:
         whole = [self._conversation(*row) for row in zip(*(rows[name] for name in self.columns), strict=True)]
@@ -121,8 +126,7 @@ class Packer:
             # Messages too, as trl takes them; what completes them is learned.
             return self._chat([*first, *completion], since=len(first))
         # Apart from each other, as the prompt comes alone when the model is used.
-        prompt = self.tokenizer(first, verbose=False)["input_ids"]
-        prompt = prompt[:-1] if prompt[-1:] == [self._end] else prompt
+        prompt = without_end(self.tokenizer(first, verbose=False)["input_ids"], self._end)
         rest = self.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
         rest = [*rest, self._end]
         return Tokens([*prompt, *rest], [False] * len(prompt) + [True] * len(rest))
@@ -160,6 +164,11 @@ class Packer:
                 "that has, such as that of an instruct model, as data.tokenizer"
             )
         return self.tokenizer.get_chat_template()
+
+
+def without_end(ids: list[int], end: int | None) -> list[int]:
+    """Returns the tokens of a text that goes on, without the end that some tokenizers put behind each text."""
+    return ids[:-1] if ids[-1:] == [end] else ids
 
 
 def _columns(piece: Sequence[Tokens]) -> tuple[list[int], list[int], list[int]]:

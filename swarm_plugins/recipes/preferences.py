@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.data import _RecipeData
 from swarm_plugins.recipes.language import AdapterTuner
+from swarm_plugins.recipes.packing import without_end
 from swarm_plugins.recipes.rows import load_rows
 
 PROMPT = "A paragraph of an address of the President of the United States to Congress:\n"
@@ -55,7 +56,8 @@ class PairData(_RecipeData):
         found = []
         for prompt, chosen, rejected in zip(prompts, rows["chosen"], rows["rejected"], strict=True):
             # At least one token stands before the answer, from which its first is predicted.
-            start = self._tokens(prompt, add_special_tokens=True) or [self.tokenizer.eos_token_id]
+            tokens = without_end(self._tokens(prompt, add_special_tokens=True), self.tokenizer.eos_token_id)
+            start = tokens[: self.length] or [self.tokenizer.eos_token_id]
             found.append((self._with(start, chosen), self._with(start, rejected), len(start)))
         if all(start >= self.length for *_, start in found):
             raise ConfigError(f"length={self.length} cuts every answer of {self.dataset!r} off: take longer pieces")
@@ -66,8 +68,8 @@ class PairData(_RecipeData):
         return [*start, *tokens, self.tokenizer.eos_token_id][: self.length]
 
     def _tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        options: dict[str, Any] = {"truncation": True, "max_length": self.length}
-        found: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
+        # Not verbose: a text may be longer than the model takes, a pair is cut.
+        found: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return found
 
     def _collate(self, batch: list[tuple[list[int], list[int], int]]) -> dict[str, Tensor]:

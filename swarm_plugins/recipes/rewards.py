@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.data import _RecipeData
 from swarm_plugins.recipes.language import AdapterTuner
+from swarm_plugins.recipes.packing import without_end
 from swarm_plugins.recipes.preferences import token_log_probs
 from swarm_plugins.recipes.rows import load_rows
 
@@ -56,7 +57,8 @@ class PromptData(_RecipeData):
         return found
 
     def _collate(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
-        prompts = self.tokenizer([row["prompt"] for row in batch])["input_ids"]
+        encoded = self.tokenizer([row["prompt"] for row in batch])["input_ids"]
+        prompts = [without_end(row, self.tokenizer.eos_token_id) for row in encoded]
         padded = self._padded([row[-self.length :] for row in prompts])
         return {**padded, "columns": {name: [row[name] for row in batch] for name in batch[0]}}
 

@@ -33,7 +33,7 @@ class ServeConfig(NodeConfig):
     revision: str | None = None
     """Branch, tag or commit on the Hub. None: ``main``."""
 
-    also_versions: tuple[str, ...] = ()
+    also_versions: tuple[str, ...] = field(default=(), metadata={"as_typed": True})  # paths may have blanks
     """Other versions of the model: revisions on the Hub, ``REPO@REVISION`` or directories. Blocks that are the same
     there are served to their users too. Branches are looked at again every ten minutes."""
 

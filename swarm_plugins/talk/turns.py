@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
@@ -120,7 +121,8 @@ class Conversation:
         """Answers, handing words to ``write`` as they come; words before an interruption count as said.
 
         Raises:
-            ConfigError: If the text is longer than the model can read.
+            ConfigError: If the text is longer than the model can read, or its template refuses the messages; the
+                conversation is as before then.
         """
         self.turns.append({"role": "user", "content": text})
         try:
@@ -151,29 +153,35 @@ class Conversation:
 
     def _fitting(self) -> Tensor:
         """Returns the tokens of all turns, dropping the oldest turns until the rest fits."""
+        turns = self.turns
         while True:
-            tokens = self._tokens()
+            tokens = self._tokens([*self._system, *turns])
             if tokens.shape[1] <= self._room:
+                self.turns = turns
                 return tokens
-            if len(self.turns) == 1:
+            if len(turns) == 1:
                 raise ConfigError(
                     f"prompt is {tokens.shape[1]} tokens long, at most {self._room} leave room for an answer: say less"
                 )
-            del self.turns[:2]
+            turns = turns[2:]
 
-    def _tokens(self) -> Tensor:
+    def _tokens(self, turns: list[dict[str, str]]) -> Tensor:
         if self.tokenizer.chat_template is None:
-            text = "\n".join(turn["content"] for turn in [*self._system, *self.turns])
+            text = "\n".join(turn["content"] for turn in turns)
             ids = self.tokenizer(text, verbose=False)["input_ids"]
             # Tokenizers like ByT5's end each text; the answer has to continue it.
             if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
                 ids = ids[:-1]
             return torch.tensor([ids])
-        tokens = self.tokenizer.apply_chat_template(
-            [*self._system, *self.turns],
-            add_generation_prompt=True,
-            return_dict=False,
-            # Length is checked here, not by the tokenizer.
-            tokenizer_kwargs={"verbose": False},
-        )
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt=True,
+                return_dict=False,
+                # Length is checked here, not by the tokenizer.
+                tokenizer_kwargs={"verbose": False},
+            )
+        except TemplateError as error:
+            without = ": leave out --system" if self._system else ""
+            raise ConfigError(f"the model's chat template refuses the messages ({one_line(error)}){without}") from error
         return torch.tensor([tokens])

@@ -38,7 +38,9 @@ def status(*arguments: str) -> Result:
 
 @pytest.mark.swarm
 def test_servers_serve_their_spans_and_status_names_what_is_missing(tiny_llama: Path) -> None:
-    swarm = LocalSwarm(tiny_llama, spans=[(0, 2), (2, 3)], dtype="float32", kv_bytes="16MB")
+    swarm = LocalSwarm(
+        tiny_llama, spans=[(0, 2), (2, 3)], dtype="float32", kv_bytes="16MB", share_prefixes=True, kv_bits=None
+    )
     with swarm:
         assert [server.span for server in swarm.servers] == [(0, 2), (2, 3)]
         first, second = swarm.servers

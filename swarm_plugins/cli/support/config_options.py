@@ -1,7 +1,8 @@
 """Options of a command from the fields of a config, so that a new setting is one edit: its field.
 
 The field's docstring is the help of its option, its type and default are the option's. A field's metadata ``option``
-gives its option another name, ``hidden`` leaves it out of the help.
+gives its option another name, ``hidden`` leaves it out of the help, ``as_typed`` keeps blanks and
+commas in its texts.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def parsed(config: type, given: Given) -> dict[str, Any]:
         ConfigError: If a text is not a value of its option.
     """
     types = get_type_hints(config)
-    options = {field.name: option_of(field) for field in dataclasses.fields(config)}
-    typed = {name: value for name, value in given.items() if name in options and value not in (None, [])}
-    return {name: _value(options[name], name, _plain(types[name]), value) for name, value in typed.items()}
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    typed = {name: value for name, value in given.items() if name in fields and value not in (None, [])}
+    return {name: _value(fields[name], _plain(types[name]), value) for name, value in typed.items()}
 
 
 def pair(text: str, sign: str) -> tuple[int, int] | None:
@@ -140,16 +141,18 @@ def _plain(hint: Any) -> Any:
     return kinds[0] if type(None) in get_args(hint) and len(kinds) == 1 else hint
 
 
-def _value(option: str, name: str, kind: Any, typed: Any) -> Any:
+def _value(field: Field, kind: Any, typed: Any) -> Any:
     if kind is OffloadConfig:
         return parse_offload(typed)
     if kind == tuple[str, ...]:
+        if field.metadata.get("as_typed"):
+            return tuple(typed)
         return tuple(one for entry in typed for one in entry.replace(",", " ").split())
     if kind == tuple[int, int]:
         if (found := pair(typed, "/")) is None:
-            raise ConfigError(f"invalid {option} {typed!r}: expected K/N such as 0/2")
+            raise ConfigError(f"invalid {option_of(field)} {typed!r}: expected K/N such as 0/2")
         return found
-    return parse_bytes(typed) if name.endswith("_bytes") else typed
+    return parse_bytes(typed) if field.name.endswith("_bytes") else typed
 
 
 def _size(num_bytes: int) -> str:

@@ -49,6 +49,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
 }
 """By transformers' model type."""
+_OF_WINDOWED = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_WINDOWED_FIRST = ("sliding_attention", "full_attention")
 
 
 def architecture_of(config: PreTrainedConfig) -> Architecture:
@@ -72,6 +74,15 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
         "partial_rotary_factor": (_rope(config).get("partial_rotary_factor", 1.0), 1.0),
         "query_pre_attn_scalar": (getattr(config, "query_pre_attn_scalar", _head_dim(config)), _head_dim(config)),
     }
+    if found.has_windows:
+        # Left out, it would take a default instead.
+        missing = [name for name in _OF_WINDOWED if getattr(config, name, None) is None]
+        if missing:
+            raise UnsupportedError(
+                f"the config has no {' and no '.join(missing)}, llama.cpp's architecture {found.name!r} always uses one"
+            )
+        types = [_WINDOWED_FIRST[layer % 2] for layer in range(config.num_hidden_layers)]
+        asked["layer_types"] = (getattr(config, "layer_types", None) or types, types)
     for setting, (value, known) in asked.items():
         if value != known:
             raise UnsupportedError(

@@ -62,6 +62,14 @@ def run(*arguments: str) -> tuple[str, list[Config]]:
     return result.output, made
 
 
+def test_lists_are_split_and_paths_are_not() -> None:
+    typed = {"host_maddrs": ["/ip4/1.2.3.4/tcp/1, /ip4/1.2.3.4/tcp/2"], "also_versions": ["/data/my models, old"]}
+    assert parsed(ServeConfig, typed) == {
+        "host_maddrs": ("/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"),
+        "also_versions": ("/data/my models, old",),
+    }
+
+
 def test_what_is_not_typed_is_the_default() -> None:
     assert run("a", "--loud") == ("", [Config(name="a!")])
 

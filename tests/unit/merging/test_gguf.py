@@ -20,7 +20,8 @@ from transformers import AutoConfig
 from swarm_plugins.checkpoint.gguf.header import parse_gguf
 from swarm_plugins.errors import CheckpointError, ConfigError, MissingExtraError, UnsupportedError
 from swarm_plugins.merging import lora_to_gguf, merge_adapter
-from swarm_plugins.merging.llama_cpp.architectures import in_pairs
+from swarm_plugins.merging.llama_cpp.architectures import architecture_of, in_pairs
+from swarm_plugins.testing.models import tiny_config
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -131,6 +132,23 @@ def test_settings_that_llama_cpp_does_not_compute_are_refused(
     (llama / "config.json").write_text(json.dumps(config | settings))
     with pytest.raises(UnsupportedError, match=message):
         merge_adapter(adapter, tmp_path / "out.gguf", base=llama, gguf="F16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attn_logit_softcapping": None}, "has no attn_logit_softcapping, llama.cpp's .* 'gemma2' always uses one"),
+        ({"sliding_window": None}, "has no sliding_window, "),
+        ({"layer_types": ["full_attention"] * 4}, "sets layer_types to "),
+    ],
+)
+def test_gemma2_without_what_llama_cpp_always_does_is_refused(settings: dict[str, Any], message: str) -> None:
+    config = tiny_config("gemma2")
+    assert architecture_of(config).name == "gemma2"
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        architecture_of(config)
 
 
 def test_other_types_and_tokenizers_are_refused(tmp_path: Path, llama: Path, adapter: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_models import save_gguf
 from merging_kit import EXPERTS, LORA, load, merged_by_peft, save_adapter, save_base
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
 from published_models import save_fused_fp8, save_mxfp4, save_published
@@ -148,6 +149,14 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     Manifest(base_name="base", base_revision=Checkpoint.open(base).version.revision).write(adapter)
     with pytest.raises(ConfigError, match=r"was trained on base@local-\w+, the base given is other@local-\w+: .* give"):
         merge_adapter(adapter, tmp_path / "out", base=other)
+
+
+def test_a_base_in_gguf_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    file, twin = save_gguf("llama", "Q8_0", tmp_path)
+    adapter = save_adapter(tmp_path / "adapter", twin)
+    with pytest.raises(UnsupportedError, match=r"is GGUF, .*: give the checkpoint in safetensors to merge an adapter"):
+        merge_adapter(adapter, tmp_path / "out", base=file)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_base_of_unknown_place_is_asked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes import LabelledData, PromptData, TextData, load_rows
@@ -118,6 +119,30 @@ def test_classes_of_both_splits(folder: Path) -> None:
     data.setup("fit")
     assert data.labels == ["0", "1"]
     assert next(iter(data.val_dataloader()))["labels"].tolist() == [0, 1, 0, 1]
+
+
+def test_short_lines_fill_long_pieces(tmp_path: Path) -> None:
+    # More lines than datasets gives at once, which are shorter than a piece together.
+    (tmp_path / "lines.txt").write_text("ab\n" * 8000)
+    data = TextData(str(tmp_path / "lines.txt"), tokenizer="bytes", length=3000)
+    data.setup("fit")
+    assert [len(data._train), len(data._held_out)] == [7, 1]
+
+
+def test_the_tokenizer_is_that_of_the_bases_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, str | None] = {}
+    monkeypatch.setattr(
+        "swarm_plugins.recipes.data.AutoTokenizer.from_pretrained",
+        lambda name, revision: asked.update({name: revision}) or ByT5Tokenizer(extra_ids=0),
+    )
+    data = TextData()
+    trainer: Any = SimpleNamespace(lightning_module=SimpleNamespace(base="me/base", revision="v2"))
+    data.trainer = trainer
+    assert data.tokenizer.pad_token
+    other = TextData(tokenizer="me/other")
+    other.trainer = trainer
+    assert other.tokenizer.pad_token
+    assert asked == {"me/base": "v2", "me/other": None}
 
 
 @pytest.mark.parametrize("end", ["|", None])

@@ -55,6 +55,23 @@ def test_running_text_goes_on_in_the_next_piece_and_positions_start_with_each_do
     assert texts(found["labels"]) == ["_bcd", "_|_g"]
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_running_text_goes_on_from_batch_to_batch(across: bool) -> None:
+    rows = ["abc", "de", "", "f", "ghij", "k", "l"]
+    documents = [1, 1, 1, 1, 2, 2, 2]
+    whole = packed({"text": rows, "document": documents}, 5, "text", across_documents=across)
+    pack = Packer(tokenizer(), ("text",), 5, across_documents=across)
+    batches = [pack({"text": rows[i : i + 2], "document": documents[i : i + 2]}) for i in range(0, len(rows), 2)]
+    assert whole == {name: [piece for batch in batches for piece in batch[name]] for name in whole}
+    assert texts(whole["input_ids"]) == ["abc|d", "e|f|g", "hij|k"]
+
+
+def test_rows_without_a_name_are_documents_of_their_own_in_each_batch() -> None:
+    pack = Packer(tokenizer(), ("text",), 4, across_documents=False)
+    assert pack({"text": ["a"]})["input_ids"] == []
+    assert pack({"text": ["b"]})["position_ids"] == [[0, 1, 0, 1]]
+
+
 def test_a_document_ends_once_with_a_tokenizer_that_ends_each_text() -> None:
     found = Packer(ByT5Tokenizer(extra_ids=0), ("text",), 8, across_documents=False)({"text": ["abc", "def"]})
     assert found["input_ids"] == [[100, 101, 102, 1, 103, 104, 105, 1]]

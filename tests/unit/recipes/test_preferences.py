@@ -35,7 +35,7 @@ def pairs(length: int = 40) -> dict[str, Tensor]:
 
 def answer_log_prob(model: Any, prompt: str, answer: str) -> Tensor:
     """By the loss of transformers, one answer at a time and without padding."""
-    start = BYTES(prompt)["input_ids"]
+    start = BYTES(prompt, add_special_tokens=False)["input_ids"]
     end = [*BYTES(answer, add_special_tokens=False)["input_ids"], BYTES.eos_token_id]
     labels = torch.tensor([[*[-100] * len(start), *end]])
     loss: Tensor = model(input_ids=torch.tensor([[*start, *end]]), labels=labels, use_cache=False).loss

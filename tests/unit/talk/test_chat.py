@@ -45,7 +45,7 @@ def test_answers_stream_and_are_remembered() -> None:
 def test_the_answer_continues_a_text_that_the_tokenizer_ends() -> None:
     plain = Conversation(tiny_model("llama"), ByT5Tokenizer(extra_ids=0), max_new_tokens=1)
     plain.turns = [{"role": "user", "content": "ab"}]
-    assert plain._tokens().tolist() == [[ord("a") + 3, ord("b") + 3]]
+    assert plain._tokens(plain.turns).tolist() == [[ord("a") + 3, ord("b") + 3]]
 
 
 def test_oldest_turns_are_forgotten_when_the_model_cannot_read_more() -> None:
@@ -57,8 +57,18 @@ def test_oldest_turns_are_forgotten_when_the_model_cannot_read_more() -> None:
 
 def test_a_text_too_long_says_both_lengths_and_is_not_kept() -> None:
     talked = conversation(max_new_tokens=12)
+    talked.answer("before", lambda _: None)
+    before = [*talked.turns]
     with pytest.raises(ConfigError, match=r"prompt is 605 tokens long, at most 500 leave room for an answer: say less"):
         talked.answer("x" * 600, lambda _: None)
+    assert talked.turns == before
+
+
+def test_a_template_that_refuses_the_messages_is_one_sentence() -> None:
+    talked = conversation(system="be brief")
+    talked.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ConfigError, match=r"refuses the messages \(System role not supported\): leave out --system"):
+        talked.answer("hello", lambda _: None)
     assert talked.turns == []
 
 
