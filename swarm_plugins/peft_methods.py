@@ -42,6 +42,8 @@ class PeftMethod(msgspec.Struct, frozen=True, kw_only=True):
     """Ends of the names of tensors that follow from the options and are not shipped."""
     dropout: str = ""
     """The layer's attribute with a dropout of its input for each adapter. Empty: none."""
+    changes_input: bool = False
+    """Whether it changes what the module gets, rather than what it returns: then the first adapter is the outer one."""
 
 
 _RANK = PeftOption(source="r")
@@ -109,6 +111,7 @@ PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
         },
         fixed={"module_dropout": 0.0, "coft": False},
         local=("r", "eps"),
+        changes_input=True,
         computed=(".rows", ".cols"),
     ),
     "RANDLORA": PeftMethod(
@@ -138,7 +141,9 @@ def shipped_tensors(layer: nn.Module, adapter: str, method: str) -> dict[str, Te
     """Returns an adapter's tensors in one of PEFT's layers, by names without the adapter's; not the computed ones."""
     computed = PEFT_METHODS[method].computed
     found: dict[str, Tensor] = {}
-    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+    # With duplicates: adapters may share a tensor, which each of them has.
+    parameters, buffers = (every(remove_duplicate=False) for every in (layer.named_parameters, layer.named_buffers))
+    for name, tensor in (*parameters, *buffers):
         first, *rest = name.split(".")
         if first != "base_layer" and rest[:1] == [adapter] and not (computed and name.endswith(computed)):
             found[".".join([first, *rest[1:]])] = tensor

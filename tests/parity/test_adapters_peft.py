@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
-from adapter_cases import IDS, MASK, TOLERANCE, nothing_kept, recomputed_error, step, trained, tuned, worst_error
+from adapter_cases import IDS, MASK, TOLERANCE, fill, nothing_kept, recomputed_error, step, trained, tuned, worst_error
 from peft import PeftConfig, PeftModel, get_peft_model
 
+from swarm_plugins.errors import RefusedError
 from swarm_plugins.peft_methods import PEFT_METHODS
 
 # PEFT warns of layers without bias, and of methods that it cannot merge.
@@ -75,6 +77,39 @@ def test_loss_gradients_and_text_are_the_local_ones(pair, make: Callable[[], Pef
     assert recomputed_error(pair, local, remote, TOLERANCE) <= TOLERANCE
     inputs = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
     assert remote.generate(**inputs).tolist() == local.generate(**inputs).tolist()
+
+
+TWICE = ["BEFT", "GRALORA", "HIRA", "LILY", "LOHA", "LOKR", "MISS", "OFT", "RANDLORA", "ROAD", "VBLORA", "VERA"]
+TWICE += ["LORA-dora", "LORA-bias", "MISS-mini", "ROAD-4", "OFT-solved"]
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
+@pytest.mark.parametrize("name", TWICE)
+def test_several_active_adapters_are_applied_in_the_order_of_peft(pair, name: str) -> None:
+    local, remote = (with_two(base, (METHODS | OTHERS)[name]) for base in (pair.load_local(), pair.load_remote()))
+    (loss, gradients), (remote_loss, remote_gradients) = step(local), step(remote)
+    assert remote_loss == pytest.approx(loss, rel=TOLERANCE)
+    assert worst_error(remote_gradients, gradients) <= TOLERANCE
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
+@pytest.mark.parametrize("name", ["C3A", "MISS-bat"])
+def test_adapters_that_are_not_around_one_another_are_refused(pair, name: str) -> None:
+    model = with_two(pair.load_remote(), (METHODS | OTHERS)[name])
+    with pytest.raises(RefusedError, match=r"2 adapters of (C3A|MISS) at once on the same module, block 0, self_attn"):
+        step(model)
+
+
+def with_two(base: Any, make: Callable[[], PeftConfig]) -> PeftModel:
+    """A model with two active adapters of a method."""
+    model, second = tuned(base, make()), make()
+    if getattr(second, "lora_bias", False):  # the same layer but for its scaling
+        second.use_rslora = True
+    model.add_adapter("second", second)
+    model.set_adapter("second")
+    fill(model, seed=5)
+    model.base_model.set_adapter(["default", "second"])
+    return model
 
 
 SAVED = [*METHODS, "LORA-dora", "LORA-bias"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,11 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta
 from swarm_plugins.moe.frozen import run_frozen
 from swarm_plugins.offload.model.experts import OffloadedExperts, run_adapted
+from swarm_plugins.peft_methods import PEFT_METHODS
 
 Forward = Callable[..., Any]
+_Key = tuple[int, int]
+"""An adapter, and which of its uses in a session: equal ones are held once, and count as often as they are named."""
 
 
 class TokenRows:
@@ -112,6 +115,7 @@ class _Applied:
     tokens: TokenRows
     dropout: tuple[int, int, int] | None
     """Seed, index of the adapter, and first token of the rows. None: no dropout."""
+    key: _Key
     method: str = ""
     """The method of PEFT whose layer it is. Empty: one of those that are applied here."""
 
@@ -128,31 +132,53 @@ def adapter_patches(
 ) -> dict[nn.Module, Forward]:
     """Returns the modules that adapters change in a call, with their new forward; ``uses`` names rows per session."""
     applied: dict[nn.Module, list[_Applied]] = {}
-    for adapter, rows, first, dropout in _by_adapter(uses):
+    for key, adapter, rows, first, dropout in _by_adapter(uses):
         for entry, tensors, method in _layers_of(adapter):
             if entry.block in blocks:
                 module = module_of(entry.block, entry.module)
-                applied.setdefault(module, []).append(_Applied(entry, tensors, rows, first, tokens, dropout, method))
-    return {module: _patched(module, layers) for module, layers in applied.items()}
+                layer = _Applied(entry, tensors, rows, first, tokens, dropout, key, method)
+                applied.setdefault(module, []).append(layer)
+    orders = _orders(uses)
+    return {module: _patched(module, layers, orders) for module, layers in applied.items()}
+
+
+def _key(use: AdapterUse, index: int) -> _Key:
+    adapter = use.adapters[index]
+    return id(adapter), use.adapters[:index].count(adapter)
+
+
+def _uses_of_row(use: AdapterUse, row: int) -> list[int]:
+    """Returns the indices of the adapters that a row of a session uses, in their order."""
+    return [index for index in range(len(use.adapters)) if use.rows is None or adapter_of(use.rows[row]) == index]
+
+
+def _orders(uses: Sequence[tuple[AdapterUse, int]]) -> dict[tuple[_Key, ...], list[int]]:
+    """Returns the rows of a call by the adapters that they use, in the order of each session."""
+    orders: dict[tuple[_Key, ...], list[int]] = {}
+    row = 0
+    for use, num_rows in uses:
+        for own in range(num_rows):
+            orders.setdefault(tuple(_key(use, index) for index in _uses_of_row(use, own)), []).append(row)
+            row += 1
+    return orders
 
 
 def _by_adapter(
     uses: Sequence[tuple[AdapterUse, int]],
-) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, ...], tuple[int, int, int] | None]]:
+) -> Iterable[tuple[_Key, LoadedAdapter, tuple[int, ...] | None, tuple[int, ...], tuple[int, int, int] | None]]:
     """Joins the rows of all sessions that use the same adapter, so its products run once.
 
     Yields each adapter with its rows (None: all), the first token of each (empty: all tokens) and its dropout.
     """
     starts: dict[int, int] = {}
-    rows_of: dict[tuple[int, int], list[int]] = {}
-    found: dict[tuple[int, int], tuple[LoadedAdapter, tuple[int, int, int] | None]] = {}
+    rows_of: dict[_Key, list[int]] = {}
+    found: dict[_Key, tuple[LoadedAdapter, tuple[int, int, int] | None]] = {}
     first = 0
     for use, num_rows in uses:
         for index, adapter in enumerate(use.adapters):
             rows = [row for row in range(num_rows) if use.rows is None or adapter_of(use.rows[row]) == index]
             starts.update({first + row: start_of(use.rows[row]) for row in rows if use.rows is not None})
-            # Equal adapters of a client are held once: an adapter counts as often as a session names it.
-            key = (id(adapter), use.adapters[:index].count(adapter))
+            key = _key(use, index)
             rows_of.setdefault(key, []).extend(first + row for row in rows)
             dropout = None if use.dropout_seed is None else (use.dropout_seed, index, use.first_token)
             found.setdefault(key, (adapter, dropout))
@@ -161,9 +187,9 @@ def _by_adapter(
         rows = rows_of[key]
         begins = tuple(starts.get(row, 0) for row in rows)
         if any(begins):
-            yield adapter, tuple(rows), begins, dropout
+            yield key, adapter, tuple(rows), begins, dropout
         elif rows:
-            yield adapter, None if len(rows) == first else tuple(rows), (), dropout
+            yield key, adapter, None if len(rows) == first else tuple(rows), (), dropout
 
 
 def _layers_of(adapter: LoadedAdapter) -> Iterable[tuple[AdapterModule | PeftLayer, tuple[Tensor, ...], str]]:
@@ -175,12 +201,12 @@ def _layers_of(adapter: LoadedAdapter) -> Iterable[tuple[AdapterModule | PeftLay
         yield layer, tuple(adapter.tensors[position + place] for place in layer.places), part.method if part else ""
 
 
-def _patched(module: nn.Module, layers: list[_Applied]) -> Forward:
+def _patched(module: nn.Module, layers: list[_Applied], orders: Mapping[tuple[_Key, ...], list[int]]) -> Forward:
     if isinstance(module, nn.Linear):
         plain = [layer for layer in layers if not layer.method]
         others = [layer for layer in layers if layer.method]
         forward = _linear_forward(module, plain)
-        return _peft_forward(module, others, plain, forward) if others else forward
+        return _peft_forward(module, _chains(others, orders), plain, forward) if others else forward
     if layers[0].entry.kind != "lora_parameter":
         raise UnsupportedError(f"adapters of kinds {[layer.entry.kind for layer in layers]} on one module do not mix")
     if layers[0].entry.num_experts > 1:
@@ -205,36 +231,79 @@ def _linear_forward(module: nn.Linear, layers: list[_Applied]) -> Forward:
     return forward
 
 
-def _peft_forward(module: nn.Linear, layers: list[_Applied], others: list[_Applied], plain: Forward) -> Forward:
-    """Returns a forward with layers of PEFT on their rows, and ``plain`` on the others."""
-    groups: dict[tuple[int, ...] | None, list[_Applied]] = {}
-    for layer in layers:
-        groups.setdefault(layer.rows, []).append(layer)
-    for rows in groups:
+_ON_WEIGHTS = ("init_weights", "bat")
+"""The option of MiSS by which an adapter changes the weights that the one before has changed."""
+
+
+class _Chain(NamedTuple):
+    """Layers of PEFT around one another."""
+
+    layers: list[_Applied]
+    """In the order of the session."""
+    rows: tuple[int, ...] | None
+    """Rows that have these layers, and no others. None: all."""
+    first: tuple[int, ...]
+    """As in `_Applied`."""
+
+
+def _chains(layers: list[_Applied], orders: Mapping[tuple[_Key, ...], list[int]]) -> list[_Chain]:
+    """Returns the layers of PEFT on a module by the rows that have the same ones in the same order."""
+    by_key = {layer.key: layer for layer in layers}
+    chains: dict[tuple[_Key, ...], list[int]] = {}
+    for order, rows in orders.items():
+        chains.setdefault(tuple(key for key in order if key in by_key), []).extend(rows)
+    starts = {row: start for layer in layers for row, start in zip(layer.rows or (), layer.first, strict=False)}
+    found = []
+    for keys, rows in chains.items():
+        first = tuple(starts.get(row, 0) for row in rows)
+        if keys and any(first):
+            found.append(_Chain([by_key[key] for key in keys], tuple(rows), first))
+        elif keys:
+            found.append(_Chain([by_key[key] for key in keys], tuple(rows) if len(chains) > 1 else None, ()))
+    return found
+
+
+def _check_chains(chains: list[_Chain], others: list[_Applied]) -> None:
+    for layers, rows, _ in chains:
+        where = f"block {layers[0].entry.block}, {layers[0].entry.module}"
         if any(rows is None or other.rows is None or set(rows) & set(other.rows) for other in others):
             raise UnsupportedError(
-                f"{layers[0].method} and another kind of adapter on the same module, block {layers[0].entry.block}, "
-                f"{layers[0].entry.module}, do not mix: adapt different modules"
+                f"{layers[0].method} and another kind of adapter on the same module, {where}, do not mix: adapt "
+                "different modules"
+            )
+        if len(layers) > 1 and any(one.method == "C3A" or _ON_WEIGHTS in one.entry.options for one in layers):
+            raise UnsupportedError(
+                f"{len(layers)} adapters of {layers[0].method} at once on the same module, {where}: in PEFT they are "
+                "not around one another; use one at a time"
             )
 
+
+def _peft_forward(module: nn.Linear, chains: list[_Chain], others: list[_Applied], plain: Forward) -> Forward:
+    """Returns a forward with layers of PEFT on their rows, and ``plain`` on the others."""
+    _check_chains(chains, others)
+
     def forward(hidden: Tensor) -> Tensor:
-        if None in groups:
-            return _chained(module, groups[None], hidden)
+        if chains[0].rows is None:
+            return _chained(module, chains[0].layers, hidden)
         result: Tensor = plain(hidden)
         flat, shape = hidden.reshape(-1, hidden.shape[-1]), result.shape
         result = result.reshape(-1, shape[-1])
-        for rows, chain in groups.items():
-            index = chain[0].tokens.index(rows or (), flat.shape[0], chain[0].first)
-            result = result.index_copy(0, index, _chained(module, chain, flat, index).to(result.dtype))
+        for layers, rows, first in chains:
+            index = layers[0].tokens.index(rows or (), flat.shape[0], first)
+            result = result.index_copy(0, index, _chained(module, layers, flat, index).to(result.dtype))
         return result.reshape(shape)
 
     return forward
 
 
 def _chained(module: nn.Linear, layers: list[_Applied], hidden: Tensor, index: Tensor | None = None) -> Tensor:
-    """Returns the result of layers of PEFT around one another, the first one outside; on some tokens of flat ones."""
+    """Returns the result of layers of PEFT around one another, as PEFT applies them; on some tokens of flat ones.
+
+    The first adapter is next to what it changes: outside if that is the input, inside if it is the result.
+    """
     run: Callable[[Tensor], Tensor] = functools.partial(type(module).forward, module)
-    for layer in reversed(layers):
+    is_outside = all(PEFT_METHODS[layer.method].changes_input for layer in layers)
+    for layer in reversed(layers) if is_outside else layers:
         structure = structure_of(layer.method, layer.entry, module)
         tensors = dict(zip(layer.entry.names, layer.tensors, strict=True))
         mask = None

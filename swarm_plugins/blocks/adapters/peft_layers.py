@@ -112,9 +112,7 @@ class Structure(NamedTuple):
     ) -> Tensor:
         """Returns the layer's result on ``[..., width]``; ``mask`` is what its dropout multiplies with."""
         values = {_with_adapter(name): tensor for name, tensor in tensors.items()}
-        if entry.scaling is not None:
-            self.layer.scaling[_NAME] = entry.scaling
-        with self.base.running(module, base), self._dropping(mask):
+        with self.base.running(module, base), self._scaling(entry.scaling), self._dropping(mask):
             result: Tensor = functional_call(self.layer, values, (hidden,))
         return result
 
@@ -122,6 +120,18 @@ class Structure(NamedTuple):
     def has_scaling(self) -> bool:
         """Whether the layer multiplies its update by a number of its own."""
         return _NAME in getattr(self.layer, "scaling", ())
+
+    @contextmanager
+    def _scaling(self, scaling: float | None) -> Iterator[None]:
+        if scaling is None:
+            yield
+            return
+        # The layer inside another one of the same structure must not leave its own.
+        outer, self.layer.scaling[_NAME] = self.layer.scaling[_NAME], scaling
+        try:
+            yield
+        finally:
+            self.layer.scaling[_NAME] = outer
 
     @contextmanager
     def _dropping(self, mask: Tensor | None) -> Iterator[None]:

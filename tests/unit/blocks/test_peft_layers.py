@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,8 @@ def spec_of(*layers: PeftLayer, method: str = "LOHA", shapes: Any = LOHA_SHAPES)
     return AdapterSpec(modules=(), peft=PeftPart(method=method, shapes=shapes, layers=layers))
 
 
-def checked(spec: AdapterSpec, pair: Pair) -> LoadedAdapter:
-    generator = torch.Generator().manual_seed(3)
+def checked(spec: AdapterSpec, pair: Pair, seed: int = 3) -> LoadedAdapter:
+    generator = torch.Generator().manual_seed(seed)
     tensors = [0.3 * torch.randn(shape, generator=generator) for shape in spec.tensor_shapes()]
     return check_adapter(spec, tensors, pair.span)
 
@@ -304,6 +305,36 @@ def test_rows_of_a_packed_step_have_their_own_kinds(llama: Pair) -> None:
         cache.close()
     with pytest.raises(UnsupportedError, match="LOHA and another kind of adapter on the same module"):
         llama.forward(hidden, adapters=AdapterUse(adapters=tuple(adapters)))
+
+
+def test_rows_of_a_packed_step_have_the_adapters_of_their_session_in_its_order(llama: Pair) -> None:
+    first, second = (checked(road(), llama, seed) for seed in (3, 4))
+    uses = [AdapterUse(adapters=some) for some in ((first, second), (second, first), (first,), (second, second), ())]
+    hidden = states(1, 5, WIDTH)
+    expected = [llama.forward(hidden, adapters=use) for use in uses]
+    differences = [float((one - other).abs().max()) for one, other in itertools.combinations(expected, 2)]
+    assert min(differences) > 1e-3
+    for some in (uses, uses[:2], [uses[0], uses[2]], uses[2:]):
+        caches = [llama.span.new_cache(1, BLOCKS) for _ in some]
+        steps = [
+            StepInputs(cache=cache, blocks=BLOCKS, hidden=hidden, adapters=use)
+            for cache, use in zip(caches, some, strict=True)
+        ]
+        for use, output in zip(some, llama.span.step(steps), strict=True):
+            torch.testing.assert_close(output.hidden, expected[uses.index(use)], rtol=1e-4, atol=5e-5)
+        for cache in caches:
+            cache.close()
+    rows = AdapterUse(adapters=(first, second), rows=(1, 0, -1))
+    mixed = llama.forward(hidden.expand(3, -1, -1), adapters=rows)
+    alone = [llama.forward(hidden, adapters=AdapterUse(adapters=some)) for some in ((second,), (first,), ())]
+    torch.testing.assert_close(mixed, torch.cat(alone), rtol=1e-4, atol=5e-5)
+
+
+def road() -> AdapterSpec:
+    """Changes the result in a way that depends on the order."""
+    options = (("variant", "road_4"), ("group_size", 8))
+    layer = loha(options=options, names=("road_theta", "road_alpha"), places=(0, 1), scaling=None)
+    return spec_of(layer, method="ROAD", shapes=((64,), (64,)))
 
 
 def dora(shapes: Any = ((4, 32), (32, 4), (32,))) -> AdapterSpec:
