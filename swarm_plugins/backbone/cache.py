@@ -67,6 +67,8 @@ class RemoteCacheState:
 
     def _run(self, session: ClientSession, inputs: SpanInputs) -> SpanOutputs:
         ops, self._ops = self._ops, []
+        # Sessions drop nothing out, and steps with different seeds could not be replayed as one.
+        inputs = replace(inputs, adapters=replace(inputs.adapters, dropout_seed=None))
         outputs = self.remote.step(session, inputs, ops)
         self._last = inputs if self.goes_by_steps else None
         return outputs
@@ -286,7 +288,7 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
     Existing keys and values (from PEFT's prefix tuning) become the prefix.
 
     Raises:
-        UnsupportedError: If it holds another model's tokens.
+        UnsupportedError: If it holds another model's tokens, or was begun with other chains of blocks.
     """
     layers = cache.layers
     first = layers[blocks.start] if len(layers) > blocks.start else None
@@ -296,6 +298,11 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
             raise UnsupportedError(
                 f"this cache belongs to {state.remote.view.version}, the model is {remote.view.version}; "
                 "start with a new cache"
+            )
+        if state.blocks != blocks:
+            raise UnsupportedError(
+                f"this cache was begun when blocks {state.blocks.start} to {state.blocks.stop - 1} ran as one chain; a "
+                "module has been inserted since: start with a new cache"
             )
         return state
     replaced = layers[blocks.start : blocks.stop]

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from swarm_plugins.backbone.served import stack_of
 from swarm_plugins.block_io import as_returned
 from swarm_plugins.checkpoint.partition import decoder_of, find_layers, layer_list_name
+from swarm_plugins.columns import arguments_of
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -125,6 +126,9 @@ class _Inserted:
 
     def replace(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Takes a layer's place."""
+        if self._stack is not None and self._stack.is_noting:
+            noted = self._stack.run_block(self._block, hidden_states, None, arguments_of(args, kwargs))
+            return as_returned(noted, self.num_returned)
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
         if cache is not None:
             _count_tokens(cache, self._block, hidden_states)

@@ -30,9 +30,11 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.adapters.apply import adapter_dropout_mask
+from swarm_plugins.client.connection import RemoteBlocks
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.testing.in_process import InProcessSwarm
 
 few_families = pytest.mark.parametrize("pair", ["llama", "mixtral", "deepseek_v3"], indirect=True)
@@ -239,6 +241,25 @@ def test_accumulation_uploads_each_change_once(pair, targets: str, monkeypatch: 
     assert len({upload.digest for upload in uploads}) == len(uploads)
     for name, parameter in trained(remote).items():
         torch.testing.assert_close(parameter, trained(local)[name], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@llama_only
+def test_steps_with_a_cache_drop_nothing_out(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, remote = both(pair, lora(pair.family, lora_dropout=0.5))
+    uses = []
+    original = RemoteBlocks.step
+
+    def noted(self: RemoteBlocks, session: ClientSession, inputs: SpanInputs, ops: list[CacheOp]) -> SpanOutputs:
+        uses.append(inputs.adapters)
+        return original(self, session, inputs, ops)
+
+    monkeypatch.setattr(RemoteBlocks, "step", noted)
+    with torch.no_grad():
+        expected = remote.eval()(IDS, attention_mask=MASK, use_cache=True).logits
+        for _ in range(2):
+            assert torch.equal(remote.train()(IDS, attention_mask=MASK, use_cache=True).logits, expected)
+    # With seeds of their own, steps could not be replayed as one.
+    assert uses[1].is_same(uses[2])
 
 
 @few_families

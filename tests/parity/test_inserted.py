@@ -140,6 +140,28 @@ def test_places_where_more_than_hidden_states_pass_are_refused(model_type: str, 
         assert not hasattr(remote.model, "mine")
 
 
+def test_it_takes_the_place_of_a_block_that_gets_more_than_hidden_states(tmp_path: Path) -> None:
+    directory = save_type("gemma3n_text", tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    local.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    with swarmed(directory, SPANS.get("gemma3n_text")) as (remote, _), torch.no_grad():
+        insert_module(remote, "mine", torch.nn.Identity(), instead_of=1)
+        ids = torch.randint(4, 100, (2, 6), generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(remote(ids).logits, local(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+        options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        assert remote.generate(ids, **options).equal(local.generate(ids, use_cache=False, **options))
+
+
+@each_llama
+def test_a_cache_from_before_is_not_gone_on_with(pair) -> None:
+    remote = pair.load_remote()
+    with torch.no_grad():
+        cache = remote(IDS, use_cache=True).past_key_values
+        insert_module(remote, "mine", torch.nn.Identity(), after=0)
+        with pytest.raises(UnsupportedError, match="a module has been inserted since: start with a new cache"):
+            remote(IDS[:, :1], past_key_values=cache)
+
+
 class Killer(LogitsProcessor):
     """Kills a server of the running session after some tokens."""
 
