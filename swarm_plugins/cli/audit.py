@@ -108,7 +108,8 @@ def _look_up(peer: str | None, *, forgive: bool) -> Path | None:
     listed = quarantine.peers()
     if peer is None:
         for name, caught in listed.items():
-            typer.echo(f"{name} quarantined until {_date(caught.until)}: {caught.reason} ({caught.model})")
+            why = printable(f"{caught.reason} ({caught.model})")
+            typer.echo(f"{name} quarantined until {_date(caught.until)}: {why}")
         if not listed:
             typer.echo("No server is in quarantine.")
         return None

@@ -44,9 +44,9 @@ class KeepTrained(Callback):
             try:
                 # Lightning logs a remark if `weights_only` is not given.
                 trainer.save_checkpoint(path, weights_only=False)
-            except (OSError, RuntimeError) as error:
-                # torch's writer reports a full disk as RuntimeError; half a file is of no use.
-                self.fault = f"cannot write the checkpoint {path} ({error}): free some space"
+            except Exception as error:  # noqa: BLE001 - the error that ended the run is the one to show
+                # A full disk, which torch's writer reports as RuntimeError, or a state that cannot be written.
+                self.fault = f"cannot write the checkpoint {path} ({one_line(error)}): free some space, if it is that"
                 path.unlink(missing_ok=True)
             else:
                 self.kept = path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Any
 
@@ -42,9 +43,9 @@ def print_plan(console: Console, planned: Planned) -> None:
         console.print("Everything fits: transformers alone will do, offloading gains nothing.")
     elif not plan.fits:
         _print_line(console, f"Faster: {_faster(planned)}.")
-    revision = f" --revision {planned.revision}" if planned.revision else ""
-    where = f"--offload {format_offload(plan.config)} --device {planned.device}"
-    _print_line(console, f"swarm run {planned.name}{revision} {where}")
+    revision = ["--revision", planned.revision] if planned.revision else []
+    where = ["--offload", format_offload(plan.config), "--device", planned.device]
+    _print_line(console, shlex.join(["swarm", "run", planned.name, *revision, *where]))
 
 
 def _widened(sizes: ModelSizes) -> str:
@@ -65,7 +66,7 @@ def _faster(planned: Planned) -> str:
     if other is None:
         return full
     return (
-        f"swarm quantize {planned.name} --out DIRECTORY --experts {other.expert_bits} "
+        f"swarm quantize {shlex.quote(planned.name)} --out DIRECTORY --experts {other.expert_bits} "
         f"({other.forecast.tokens_per_s:.3g} instead of {plan.forecast.tokens_per_s:.3g} tokens/s), or {full}"
     )
 

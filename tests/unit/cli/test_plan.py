@@ -124,7 +124,7 @@ def test_tables_lose_nothing_in_a_narrow_terminal(tmp_path: Path) -> None:
     # A table ends where its columns do.
     wide, narrow = ([columns_of(part) for part in text.split("\u2514")[:2]] for text in texts)
     assert narrow == wide
-    assert f"swarm run {model} --offload" in texts[1]
+    assert f"swarm run '{model}' --offload" in texts[1]
 
 
 def test_the_hint_names_what_would_be_faster(mixtral: Path) -> None:
