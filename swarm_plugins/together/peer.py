@@ -149,6 +149,10 @@ class RunPeer:
         self._is_joining = False
         self._task = asyncio.create_task(self._run(), name=f"run {self.run_id}")
 
+    def has_contributed(self, state: SharedState) -> bool:
+        """Returns whether this peer's last contribution, perhaps before it was started again, is to a state's round."""
+        return self._contributed.to(state.round, state.digest) is not None
+
     async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool | None:
         """Adds an update to this round, and waits until the next one has begun.
 

@@ -112,9 +112,14 @@ class SharedRun:
             self._steps = self._samples = 0
         else:
             self._tensors.resume(own)
+            # Before it was started again, with all that the checkpoint has and more: that counts, or did.
+            is_counted = self._peer.has_contributed(own)
             if self._base.digest != own.digest:
                 # The others have gone on: what was trained since the checkpoint's round began is added to a later one.
-                self._settle(self._tensors.changes(), is_counted=False)
+                self._settle(self._tensors.changes(), is_counted=is_counted)
+            elif is_counted:
+                self._tensors.count_from_now()
+                self._steps = self._samples = 0
         self._tell()
         progress = self.progress
         log.info("joined run %s: round %d, %d peer(s)", self.run_id, progress.round, progress.peers)

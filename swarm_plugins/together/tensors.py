@@ -59,6 +59,10 @@ class TrainedTensors:
         self.load(state)
         self._write(now)
 
+    def count_from_now(self) -> None:
+        """Leaves out what has been trained so far in the round, and what is owed."""
+        self._start, self._owed = self._values(), {}
+
     def rebase(self, after: SharedState) -> None:
         """Exchanges the state that the round began with; what has been trained since stays."""
         changed = [start - now for start, now in zip(self._start, self._values(), strict=True)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from swarm_plugins.together import RunConfig, SharedRun
-from swarm_plugins.together.outer import outer_step
+from swarm_plugins.together.outer import SharedState, outer_step
 
 SAMPLES = 4
 CONFIG = RunConfig(steps_per_round=3)
@@ -53,12 +53,15 @@ class Others:
     leave = linger
 
 
-@pytest.fixture
-def run() -> Iterator[SharedRun]:
-    weight = nn.Parameter(torch.zeros(2, 3))
-    run = SharedRun(
+def run_of(weight: nn.Parameter) -> SharedRun:
+    return SharedRun(
         "me/run", {"weight": weight}, base="", model="", adapter="", settings="", config=CONFIG, node=CONFIG.node()
     )
+
+
+@pytest.fixture
+def run() -> Iterator[SharedRun]:
+    run = run_of(nn.Parameter(torch.zeros(2, 3)))
     run._peer = Others(run)  # type: ignore[assignment]
     run._base = run._peer.state  # type: ignore[union-attr]
     run._tensors.load(run._base)
@@ -106,3 +109,31 @@ def test_a_peer_that_ends_adds_what_it_has_if_it_can(
     run.finish()
     assert others.samples == samples
     assert ("the last 4 samples of this peer are in no round" in caplog.text) is warning
+
+
+@pytest.mark.parametrize("has_contributed", [False, True])
+@pytest.mark.parametrize("have_gone_on", [False, True])
+def test_what_was_contributed_before_a_restart_counts_once(
+    has_contributed: bool, have_gone_on: bool, run: SharedRun, others: Others, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = run._tensors._parameters["weight"]
+    weight.data -= 1.0
+    run.after_step(SAMPLES)
+    kept = run.state_dict()
+    again = run_of(nn.Parameter(weight.detach().clone()))
+    if have_gone_on:
+        others.close_round()
+    monkeypatch.setattr(others, "has_contributed", lambda state: has_contributed, raising=False)
+
+    async def join(own: SharedState) -> Others:
+        return others
+
+    monkeypatch.setattr(again, "_join", join)
+    again.start(kept)
+    try:
+        assert again._samples == (0 if has_contributed else SAMPLES)
+        assert np.allclose(again._tensors.changes()[0], 0.0 if has_contributed else 1.0)
+        again._tensors._parameters["weight"].data -= 2.0  # what it trains then is added
+        assert np.allclose(again._tensors.changes()[0], 2.0 if has_contributed else 3.0)
+    finally:
+        again.close()
