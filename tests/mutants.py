@@ -34,7 +34,10 @@ GENERATE = "tests/parity/test_generate.py"
 OUTPUTS = "tests/parity/test_outputs.py"
 MUTANTS = {
     "rows of beams stay where they are": Mutant(
-        "blocks/kv.py", "copy_(old[source])", "copy_(old[target])", f"{GENERATE} -k beam-llama"
+        "blocks/kv.py",
+        "for kept in self._kept], rows)",
+        "for kept in self._kept], sorted(rows))",
+        f"{GENERATE} -k beam-llama",
     ),
     "a cropped cache keeps one token too many": Mutant(
         "blocks/kv.py",
@@ -42,8 +45,11 @@ MUTANTS = {
         "self._before = states, None\n        self.length = min(length + 1, self.length)",
         f"{GENERATE} -k prompt_lookup-llama",
     ),
-    "a fork shares the tokens to come": Mutant(
-        "blocks/kv.py", "copy._before = self.length,", "copy._before = self.length - 1,", "tests/unit/blocks/test_kv.py"
+    "a fork lacks the last token": Mutant(
+        "blocks/kv.py",
+        "new.first - old.first, self.length - new.first)",
+        "new.first - old.first, self.length - new.first - 1)",
+        "tests/unit/blocks/test_kv.py",
     ),
     "packed sessions begin at position 0": Mutant(
         "blocks/packed.py",
@@ -182,8 +188,8 @@ MUTANTS = {
     ),
     "what does not fit one model is left out for all": Mutant(
         "client/discovery/server_view.py",
-        "            self._misfits[peer] = None\n",
-        "            self._misfits[peer] = None\n            self.ban(peer, exc)\n",
+        "            self._misfits[peer] = self.peers.book.now\n",
+        "            self._misfits[peer] = self.peers.book.now\n            self.ban(peer, exc)\n",
         "tests/unit/client/test_two_models.py",
     ),
     "cancelling the end of calls told ahead leaves them": Mutant(

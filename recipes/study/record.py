@@ -27,7 +27,10 @@ def read(file: Path, plan: Plan, corpus: str) -> dict[str, Any]:
     try:
         figures: dict[str, Any] = json.loads(file.read_text())
         recorded = {"plan": figures["plan"], "text": figures["corpus"]["digest"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for entry in figures["arms"].values():
+            if any(entry[name].keys() != entry["losses"].keys() for name in ("curves", "cpu_s")):
+                raise ValueError("an arm has other seeds in its curves")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--record {file} is no record of a study ({error!r}): give its prmoe-study.json") from error
     wanted = {"plan": json.loads(json.dumps(asdict(plan))), "text": corpus}
     for part, value in wanted.items():
@@ -52,6 +55,7 @@ def adopt(figures: Mapping[str, Any], plan: Plan, place: Place) -> int:
                 record = {"run": run.as_dict(), "loss": loss, "curve": entry["curves"][seed]}
                 record |= {"cpu_s": entry["cpu_s"][seed]}
                 record |= {name: entry[name] for name in ("parameters", "tokens", "versions")}
+                record |= {"machine": figures["machine"]} if "machine" in figures else {}
                 place.keep(run, record)
                 adopted += 1
     return adopted

@@ -66,6 +66,9 @@ class Study:
         digest = self._corpus().facts.digest
         arms = {run.key: (arm, seed) for seed in self.seeds for arm, run in self.plan.runs(seed, digest).items()}
         runs = [self.plan.runs(seed, digest)[arm] for seed, arm in self._order()]
+        for run in runs:
+            if run.teacher is not None and self.place.result(run) is None and not self.place.has_model(run.teacher):
+                self.place.forget(run.teacher)  # a record tells of it, and has no model
         num_finished = sum(self.place.result(run) is not None for run in runs)
         log.info("%d runs, %d finished", len(runs), num_finished)
 
@@ -136,7 +139,7 @@ class Study:
         """
         self._known_arms()
         figures = collect(self.plan, self.seeds, self._corpus().facts, self.place, self.arms)
-        figures["machine"] = _machine(self.place.device)
+        figures["machine"] = self._machines()
         if self._file("words").exists():
             words.add_words(figures, json.loads(self._file("words").read_text()))
         if self._file("cost").exists():
@@ -150,6 +153,13 @@ class Study:
             log.info("%s: %s", one.claim.name, one.verdict)
         log.info("wrote %s", ", ".join(str(file) for file in (output / FIGURES, output / REPORT, *pictures)))
         return figures
+
+    def _machines(self) -> str:
+        """Returns where the runs of the report were trained; those of a record perhaps elsewhere."""
+        digest, here = self._corpus().facts.digest, _machine(self.place.device)
+        runs = (run for seed in self.seeds for run in self.plan.runs(seed, digest).values())
+        found = (self.place.result(run) for run in runs)
+        return "; ".join(dict.fromkeys(one.get("machine", here) for one in found if one is not None)) or here
 
     def _corpus(self) -> Any:
         return load_corpus(self.place.folder / "corpus", self.plan.vocab_size)

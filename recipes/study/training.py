@@ -62,6 +62,10 @@ class Place:
         unfinished.write_text(json.dumps(record, indent=1))
         unfinished.replace(self.of(run) / _RESULT)
 
+    def forget(self, run: Run) -> None:
+        """Has a run trained again."""
+        (self.of(run) / _RESULT).unlink(missing_ok=True)
+
     def has_model(self, run: Run) -> bool:
         """Returns whether a run has finished here: runs of a record have left no model."""
         return self.result(run) is not None and self.model_folder(run).exists()
@@ -273,7 +277,7 @@ class _Loop:
         if not self.place.has_model(teacher):
             raise ConfigError(
                 f"the teacher {teacher.key} of run {self.run.key} has left no model in {self.place.folder}: train it "
-                "there first, without --record"
+                "there first"
             )
         distillation = Distillation(
             lambda: self.place.model(teacher),

@@ -301,8 +301,8 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
             )
         if state.blocks != blocks:
             raise UnsupportedError(
-                f"this cache was begun when blocks {state.blocks.start} to {state.blocks.stop - 1} ran as one chain; a "
-                "module has been inserted since: start with a new cache"
+                f"this cache was begun when blocks {state.blocks.start} to {state.blocks.stop - 1} ran as one chain, "
+                f"now {blocks.start} to {blocks.stop - 1} do (after insert_module?): start with a new cache"
             )
         return state
     replaced = layers[blocks.start : blocks.stop]

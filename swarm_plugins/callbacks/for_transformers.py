@@ -45,11 +45,12 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publishes the final adapter and waits for pending uploads."""
         if "end" in self.on:
-            best = state.best_global_step if args.load_best_model_at_end else None
-            if best is None:
+            if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                # Its weights have been loaded. A better one since then was perhaps not saved.
+                step = int(state.best_model_checkpoint.rpartition("-")[2])
+                self.publish("end", step, self._metrics_at(state, step))
+            else:
                 self.publish("end", state.global_step, self._all_metrics(state))
-            else:  # its weights have been loaded
-                self.publish("end", best, self._metrics_at(state, best))
         self.finish()
 
     def _monitored(self, args: Any, metrics: Mapping[str, Any]) -> tuple[str | None, str]:

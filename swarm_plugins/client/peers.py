@@ -281,9 +281,9 @@ class Peers:
             # Not at fault: others have displaced it, of this request or of another one of this client.
             size = sum(adapter.num_bytes for adapter in adapters)
             raise CapacityError(
-                f"server {peer} does not hold what this request uses at once, {len(adapters)} adapters of {size} "
-                "bytes, beside those of other requests: use fewer at a time or lower ranks, or start the server with a "
-                "larger --adapter-bytes"
+                f"server {peer} has dropped an adapter twice during one request ({len(adapters)} adapters, {size} "
+                "bytes), for others to have room: use fewer at a time or lower ranks, or start the server with more "
+                "--adapter-bytes"
             ) from exc
 
     async def upload(

@@ -115,7 +115,7 @@ def undivided_text(layouts: Sequence[LayerLayout]) -> str:
     found = ", ".join(f"{one.layer.index} ({one.layer.num_experts} experts)" for one in whole)
     return (
         f"each of {whole[0].world_size} ranks holds all experts of the layers {found}: to divide them, choose a number "
-        "of ranks that has a common divisor with the number of experts; ranks that share a batch ('tp') divide it"
+        "of ranks that has a common divisor with the number of experts, and that ranks which share a batch divide"
     )
 
 

@@ -46,7 +46,9 @@ class KeepTrained(Callback):
                 trainer.save_checkpoint(path, weights_only=False)
             except Exception as error:  # noqa: BLE001 - the error that ended the run is the one to show
                 # A full disk, which torch's writer reports as RuntimeError, or a state that cannot be written.
-                self.fault = f"cannot write the checkpoint {path} ({one_line(error)}): free some space, if it is that"
+                self.fault = (
+                    f"cannot write the checkpoint {path} ({one_line(error)}): if the disk is full, free some space"
+                )
                 path.unlink(missing_ok=True)
             else:
                 self.kept = path

@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 class Packer:
     """Makes pieces of rows; a function for ``Dataset.map(..., batched=True)``, whose cache goes by its content.
 
-    For the batches of one data set, in their order: running text goes on from each to the next.
+    Running text goes on from batch to batch: use one for each data set, in order and in one process.
 
     Args:
         tokenizer: Tokenizes, and has the chat template for ``messages``.

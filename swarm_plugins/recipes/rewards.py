@@ -58,7 +58,8 @@ class PromptData(_RecipeData):
 
     def _collate(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
         encoded = self.tokenizer([row["prompt"] for row in batch])["input_ids"]
-        prompts = [without_end(row, self.tokenizer.eos_token_id) for row in encoded]
+        end = self.tokenizer.eos_token_id
+        prompts = [without_end(row, end) or [end] for row in encoded]
         padded = self._padded([row[-self.length :] for row in prompts])
         return {**padded, "columns": {name: [row[name] for row in batch] for name in batch[0]}}
 

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 _LOOK_UP_S = 1.0
 """Longest wait for new holders when experts have none."""
 _SAMPLE_PARTS = 8
-"""Parts of a block's experts, and of an expert's slices, that a sample covers each: it is chosen in bounded time."""
+"""Parts of a block's experts, and of an expert's slices, that a sample covers each: it is chosen in bounded time. Of
+more slices, neighbours count as one."""
 
 
 class HolderView(ServerView):

@@ -52,8 +52,8 @@ class Turns:
 
     Args:
         peer: The server itself.
-        patience_s: Seconds after which a mover is not waited for any more, until it has stayed as long; and for which a
-            server that has lost its turn has none.
+        patience_s: Seconds to wait for a mover; also how long it must stay to be waited for again, and how long a
+            server that has lost its turn is passed over.
         turn_s: Seconds after which a server that should move loses its turn.
     """
 
@@ -85,8 +85,12 @@ class Turns:
         return None
 
     def _stuck(self, movers: Sequence[Placed], now: float) -> set[str]:
+        stuck = set()
         for one in movers:
             since, seen = self._moving.get(one.peer, (now, now))
             # Who stays for a moment only, or names another target, must not begin anew.
-            self._moving[one.peer] = (since if now - seen <= self.patience_s else now, now)
-        return {one.peer for one in movers if now - self._moving[one.peer][0] > self.patience_s}
+            since = since if now - seen <= self.patience_s else now
+            self._moving[one.peer] = since, now
+            if now - since > self.patience_s:
+                stuck.add(one.peer)
+        return stuck

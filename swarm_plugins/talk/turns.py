@@ -182,6 +182,6 @@ class Conversation:
                 tokenizer_kwargs={"verbose": False},
             )
         except TemplateError as error:
-            without = ": leave out --system" if self._system else ""
+            without = "; if it takes no system message, leave out --system" if self._system else ""
             raise ConfigError(f"the model's chat template refuses the messages ({one_line(error)}){without}") from error
         return torch.tensor([tokens])

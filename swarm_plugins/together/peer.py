@@ -149,9 +149,18 @@ class RunPeer:
         self._is_joining = False
         self._task = asyncio.create_task(self._run(), name=f"run {self.run_id}")
 
-    def has_contributed(self, state: SharedState) -> bool:
-        """Returns whether this peer's last contribution, perhaps before it was started again, is to a state's round."""
-        return self._contributed.to(state.round, state.digest) is not None
+    def is_counted(self, state: SharedState) -> bool | None:
+        """Returns whether a state's round counts what this peer has contributed, perhaps before it was started again.
+
+        While that round is open, the contribution is shown; None if the round was closed, and how is not known.
+        """
+        kept = self._contributed.to(state.round, state.digest)
+        if kept is None or self.round.state.digest == state.digest:
+            return kept is not None
+        record = self._last_record
+        if record is None or (record.round, record.base) != (state.round, state.digest):
+            return None
+        return kept.contribution in record.contributions
 
     async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool | None:
         """Adds an update to this round, and waits until the next one has begun.

@@ -112,11 +112,11 @@ class SharedRun:
             self._steps = self._samples = 0
         else:
             self._tensors.resume(own)
-            # Before it was started again, with all that the checkpoint has and more: that counts, or did.
-            is_counted = self._peer.has_contributed(own)
+            # Before it was started again, it may have contributed all that the checkpoint has, and more.
+            is_counted = self._peer.is_counted(own)
             if self._base.digest != own.digest:
-                # The others have gone on: what was trained since the checkpoint's round began is added to a later one.
-                self._settle(self._tensors.changes(), is_counted=is_counted)
+                # The others have gone on: what no round counts is added to a later one.
+                self._settle_if_known(self._tensors.changes(), own.round, is_counted)
             elif is_counted:
                 self._tensors.count_from_now()
                 self._steps = self._samples = 0
@@ -265,10 +265,7 @@ class SharedRun:
         base = self.state
         changes = self._tensors.changes()
         work = self.peer.contribute(write_update(changes), base=base.digest, samples=self._samples)
-        is_counted = self._loop.run(work)
-        if is_counted is None:
-            log.info("run %s: it is not known whether round %d counts this peer", self.run_id, base.round)
-        self._settle(changes, is_counted=is_counted is not False)
+        self._settle_if_known(changes, base.round, self._loop.run(work))
 
     def _follow(self) -> None:
         """Takes over a state that the other peers have come to without this one."""
@@ -281,6 +278,11 @@ class SharedRun:
             self._tell()
             return
         self._settle(self._tensors.changes(), is_counted=False)
+
+    def _settle_if_known(self, changes: list[Array], round_: int, is_counted: bool | None) -> None:
+        if is_counted is None:
+            log.info("run %s: it is not known whether round %d counts this peer", self.run_id, round_)
+        self._settle(changes, is_counted=is_counted is not False)
 
     def _settle(self, changes: list[Array], *, is_counted: bool) -> None:
         """Takes over the state of the round that has begun."""

@@ -93,6 +93,27 @@ def test_several_active_adapters_are_applied_in_the_order_of_peft(pair, name: st
 
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
+def test_each_of_several_adapters_has_its_own_dropout(pair) -> None:
+    # Without dropout, inside one with it: both layers are one structure of the server's.
+    def model_with(dropout: float) -> PeftModel:
+        options = {"r": 4, "lora_bias": True, "target_modules": ["q_proj"]}
+        model = tuned(pair.load_remote(), peft.LoraConfig(**options))
+        model.add_adapter("second", peft.LoraConfig(**options, lora_dropout=dropout))
+        model.set_adapter("second")
+        fill(model, seed=5)
+        for name, parameter in model.named_parameters():
+            if "lora_B.second.weight" in name:
+                parameter.data.zero_()  # then its dropout changes nothing
+        model.base_model.set_adapter(["default", "second"])
+        return model.train()
+
+    (loss, gradients), (other, others) = step(model_with(0.0)), step(model_with(0.5))
+    assert other == pytest.approx(loss, rel=TOLERANCE)
+    first = {name: gradient for name, gradient in gradients.items() if ".default." in name}
+    assert worst_error({name: others[name] for name in first}, first) <= TOLERANCE
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
 @pytest.mark.parametrize("name", ["C3A", "MISS-bat"])
 def test_adapters_that_are_not_around_one_another_are_refused(pair, name: str) -> None:
     model = with_two(pair.load_remote(), (METHODS | OTHERS)[name])

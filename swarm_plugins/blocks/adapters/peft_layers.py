@@ -135,18 +135,17 @@ class Structure(NamedTuple):
 
     @contextmanager
     def _dropping(self, mask: Tensor | None) -> Iterator[None]:
-        if mask is None or not self.dropout:
+        if not self.dropout or (mask is None and not self.layer.training):
             yield
             return
         dropouts = getattr(self.layer, self.dropout)
-        outer, dropouts[_NAME] = dropouts[_NAME], _Masked(mask)
+        outer, dropouts[_NAME] = dropouts[_NAME], nn.Identity() if mask is None else _Masked(mask)
         # A layer in evaluation mode knows that its dropout does nothing.
-        self.layer.training = True
+        was_training, self.layer.training = self.layer.training, mask is not None
         try:
             yield
         finally:
-            dropouts[_NAME] = outer
-            self.layer.training = isinstance(outer, _Masked)
+            dropouts[_NAME], self.layer.training = outer, was_training
 
 
 class _Made(TorchDispatchMode):

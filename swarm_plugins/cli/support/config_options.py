@@ -1,8 +1,7 @@
 """Options of a command from the fields of a config, so that a new setting is one edit: its field.
 
 The field's docstring is the help of its option, its type and default are the option's. A field's metadata ``option``
-gives its option another name, ``hidden`` leaves it out of the help, ``as_typed`` keeps blanks and
-commas in its texts.
+gives its option another name, ``hidden`` leaves it out of the help, ``as_typed`` keeps blanks and commas in its texts.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
 }
 """By transformers' model type."""
-_OF_WINDOWED = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NEEDED_WITH_WINDOWS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _WINDOWED_FIRST = ("sliding_attention", "full_attention")
 
 
@@ -76,10 +76,10 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
     }
     if found.has_windows:
         # Left out, it would take a default instead.
-        missing = [name for name in _OF_WINDOWED if getattr(config, name, None) is None]
+        missing = [name for name in _NEEDED_WITH_WINDOWS if getattr(config, name, None) is None]
         if missing:
             raise UnsupportedError(
-                f"the config has no {' and no '.join(missing)}, llama.cpp's architecture {found.name!r} always uses one"
+                f"the config has no {' and no '.join(missing)}; llama.cpp's architecture {found.name!r} always uses one"
             )
         types = [_WINDOWED_FIRST[layer % 2] for layer in range(config.num_hidden_layers)]
         asked["layer_types"] = (getattr(config, "layer_types", None) or types, types)

@@ -61,11 +61,35 @@ def test_a_run_of_ones_own_is_not_replaced(elsewhere: dict[str, Any], tmp_path: 
     assert study.report(tmp_path / "report")["arms"]["dense"]["losses"]["0"] < 99.0
 
 
+def test_a_report_names_the_machines_of_all_runs(elsewhere: dict[str, Any], tmp_path: Path) -> None:
+    here = elsewhere["machine"]
+    (tmp_path / FIGURES).write_text(json.dumps(elsewhere | {"machine": "another one"}))
+    study = study_in(tmp_path / "here", seeds=2)
+    study.go_on_from(tmp_path / FIGURES)
+    assert study.report(tmp_path / "report")["machine"] == "another one"
+    run = study.plan.runs(1, elsewhere["corpus"]["digest"])["dense"]
+    train(run, load_corpus(tmp_path / "here" / "corpus", VOCAB), study.place)
+    assert study.report(tmp_path / "report")["machine"] == f"another one; {here}"
+
+
+def test_the_teacher_of_a_student_is_trained_again(
+    elsewhere: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = study_in(tmp_path / "here", arms=[*ARMS, "student-staged"])
+    study.go_on_from(tmp_path / FIGURES)
+    runs = study.plan.runs(0, elsewhere["corpus"]["digest"])
+    asked = []
+    monkeypatch.setattr("recipes.study.study.run_all", lambda some, place, **_: asked.extend(map(place.result, some)))
+    study.train(jobs=1)
+    assert [one is None for one in asked] == [False, True, True]
+    assert study.place.result(runs["pr-moe"]) is None
+
+
 def test_a_student_asks_for_the_model_of_its_teacher(elsewhere: dict[str, Any], tmp_path: Path) -> None:
     study = study_in(tmp_path / "here")
     study.go_on_from(tmp_path / FIGURES)
     student = study.plan.runs(0, elsewhere["corpus"]["digest"])["student-staged"]
-    with pytest.raises(ConfigError, match=r"has left no model in .*/here: train it there first, without --record"):
+    with pytest.raises(ConfigError, match=r"has left no model in .*/here: train it there first"):
         train(student, load_corpus(tmp_path / "here" / "corpus", VOCAB), study.place)
 
 
@@ -79,7 +103,17 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         study_in(tmp_path / "here").go_on_from(record)
 
 
-@pytest.mark.parametrize("text", [None, "not JSON", "[]", "{}", '{"plan": 1, "corpus": 2}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "not JSON",
+        "[]",
+        "{}",
+        '{"plan": 1, "corpus": 2}',
+        '{"plan": 1, "corpus": {"digest": 2}, "arms": {"dense": {"losses": {"0": 1}, "curves": {}, "cpu_s": {}}}}',
+    ],
+)
 @pytest.mark.usefixtures("elsewhere")
 def test_other_files_are_no_record(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "other.json"

@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +255,19 @@ def test_transformers_with_the_best_model_at_the_end_publishes_that(
     with torch.no_grad():
         expected = run.model.eval()(input_ids=tokens).logits  # type: ignore[union-attr]
         assert torch.equal(loaded.eval()(input_ids=tokens).logits, expected)
+
+
+@pytest.mark.parametrize(("saved", "step"), [("out/checkpoint-2", 2), (None, 4)])
+def test_the_step_at_the_end_is_that_of_the_weights(saved: str | None, step: int) -> None:
+    # Better ones at step 3 were not saved; without any that is there, the last weights stay.
+    callback = HubAdapterTrainerCallback("me/adapter", on=["end"])
+    published: list[tuple[int, Any]] = []
+    callback.publish = lambda event, step, metrics: published.append((step, metrics["eval_loss"]))  # type: ignore[assignment]
+    callback._metrics = {"eval_loss": 0.4}
+    history = [{"step": number, "eval_loss": number / 10} for number in (2, 3, 4)]
+    state: Any = SimpleNamespace(best_model_checkpoint=saved, best_global_step=3, global_step=4, log_history=history)
+    callback.on_train_end(SimpleNamespace(load_best_model_at_end=True), state, None)
+    assert published == [(step, step / 10)]
 
 
 def test_transformers_goes_on_without_a_token(

@@ -244,7 +244,7 @@ def test_adapters_that_a_server_cannot_hold_at_once_are_no_fault_of_its_own(num_
         one, other = (with_adapter(batch(), torch.full((3, 1, 1), value)).adapters.adapters for value in (1.0, 2.0))
         used = AdapterUse(adapters=(*one, *other)[:num_adapters])
         call = BatchCall(servers, replace(batch(), adapters=used), keep=True)
-        says = f"uses at once, {num_adapters} adapters of {4 * num_adapters} bytes, beside those of other requests"
+        says = rf"dropped an adapter twice during one request \({num_adapters} adapters, {4 * num_adapters} bytes\)"
         with pytest.raises(CapacityError, match=says):
             await call.forward()
         return len(servers.view.banned())

@@ -137,8 +137,8 @@ def test_settings_that_llama_cpp_does_not_compute_are_refused(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"attn_logit_softcapping": None}, "has no attn_logit_softcapping, llama.cpp's .* 'gemma2' always uses one"),
-        ({"sliding_window": None}, "has no sliding_window, "),
+        ({"attn_logit_softcapping": None}, "has no attn_logit_softcapping; llama.cpp's .* 'gemma2' always uses one"),
+        ({"sliding_window": None}, "has no sliding_window; "),
         ({"layer_types": ["full_attention"] * 4}, "sets layer_types to "),
     ],
 )

@@ -67,7 +67,9 @@ def test_a_text_too_long_says_both_lengths_and_is_not_kept() -> None:
 def test_a_template_that_refuses_the_messages_is_one_sentence() -> None:
     talked = conversation(system="be brief")
     talked.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ConfigError, match=r"refuses the messages \(System role not supported\): leave out --system"):
+    with pytest.raises(
+        ConfigError, match=r"messages \(System role not supported\); if it takes no system message, leave"
+    ):
         talked.answer("hello", lambda _: None)
     assert talked.turns == []
 

@@ -111,10 +111,11 @@ def test_a_peer_that_ends_adds_what_it_has_if_it_can(
     assert ("the last 4 samples of this peer are in no round" in caplog.text) is warning
 
 
-@pytest.mark.parametrize("has_contributed", [False, True])
-@pytest.mark.parametrize("have_gone_on", [False, True])
+@pytest.mark.parametrize(
+    ("is_counted", "have_gone_on"), [(False, False), (True, False), (False, True), (True, True), (None, True)]
+)
 def test_what_was_contributed_before_a_restart_counts_once(
-    has_contributed: bool, have_gone_on: bool, run: SharedRun, others: Others, monkeypatch: pytest.MonkeyPatch
+    is_counted: bool | None, have_gone_on: bool, run: SharedRun, others: Others, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = run._tensors._parameters["weight"]
     weight.data -= 1.0
@@ -123,7 +124,7 @@ def test_what_was_contributed_before_a_restart_counts_once(
     again = run_of(nn.Parameter(weight.detach().clone()))
     if have_gone_on:
         others.close_round()
-    monkeypatch.setattr(others, "has_contributed", lambda state: has_contributed, raising=False)
+    monkeypatch.setattr(others, "is_counted", lambda state: is_counted, raising=False)
 
     async def join(own: SharedState) -> Others:
         return others
@@ -131,9 +132,9 @@ def test_what_was_contributed_before_a_restart_counts_once(
     monkeypatch.setattr(again, "_join", join)
     again.start(kept)
     try:
-        assert again._samples == (0 if has_contributed else SAMPLES)
-        assert np.allclose(again._tensors.changes()[0], 0.0 if has_contributed else 1.0)
+        assert again._samples == (SAMPLES if is_counted is False else 0)
+        assert np.allclose(again._tensors.changes()[0], 1.0 if is_counted is False else 0.0)
         again._tensors._parameters["weight"].data -= 2.0  # what it trains then is added
-        assert np.allclose(again._tensors.changes()[0], 2.0 if has_contributed else 3.0)
+        assert np.allclose(again._tensors.changes()[0], 3.0 if is_counted is False else 2.0)
     finally:
         again.close()
