@@ -22,7 +22,7 @@ def read(file: Path, plan: Plan, corpus: str) -> dict[str, Any]:
         corpus: Digest of its text.
 
     Raises:
-        ConfigError: If the file is no record, or one of another plan or text: their losses cannot be compared.
+        ConfigError: If the file is not a record, or its plan or text differs, so that losses cannot be compared.
     """
     try:
         figures: dict[str, Any] = json.loads(file.read_text())
@@ -31,7 +31,7 @@ def read(file: Path, plan: Plan, corpus: str) -> dict[str, Any]:
             if any(entry[name].keys() != entry["losses"].keys() for name in ("curves", "cpu_s")):
                 raise ValueError("an arm has other seeds in its curves")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--record {file} is no record of a study ({error!r}): give its prmoe-study.json") from error
+        raise ConfigError(f"--record {file} is not a study's record ({error!r}): give a prmoe-study.json") from error
     wanted = {"plan": json.loads(json.dumps(asdict(plan))), "text": corpus}
     for part, value in wanted.items():
         if recorded[part] != value:

@@ -82,7 +82,7 @@ class Study:
         """Takes the runs and last words of a record as found; their models are not there.
 
         Raises:
-            ConfigError: If the file is no record of this plan and text.
+            ConfigError: If the file is not a record, or belongs to another plan or text.
         """
         figures = record.read(file, self.plan, self._corpus().facts.digest)
         log.info("%s: %d runs", file, record.adopt(figures, self.plan, self.place))
@@ -155,7 +155,7 @@ class Study:
         return figures
 
     def _machines(self) -> str:
-        """Returns where the runs of the report were trained; those of a record perhaps elsewhere."""
+        """Returns the machines that trained the runs of the report."""
         digest, here = self._corpus().facts.digest, _machine(self.place.device)
         runs = (run for seed in self.seeds for run in self.plan.runs(seed, digest).values())
         found = (self.place.result(run) for run in runs)

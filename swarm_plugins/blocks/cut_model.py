@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
-from swarm_plugins.blocks.adapters.apply import TokenRows, adapter_patches
+from swarm_plugins.blocks.adapters.apply import adapter_patches
+from swarm_plugins.blocks.adapters.token_rows import TokenRows
 from swarm_plugins.blocks.attending import SDPA
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, Entry, Exit, Gathered, Given, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER

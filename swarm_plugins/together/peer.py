@@ -157,10 +157,14 @@ class RunPeer:
         kept = self._contributed.to(state.round, state.digest)
         if kept is None or self.round.state.digest == state.digest:
             return kept is not None
+        return self._is_in_record(kept.contribution, state)
+
+    def _is_in_record(self, contribution: Contribution, state: SharedState) -> bool | None:
+        """Returns whether the record of a state's round has a contribution; None if that is not the last one known."""
         record = self._last_record
         if record is None or (record.round, record.base) != (state.round, state.digest):
             return None
-        return kept.contribution in record.contributions
+        return contribution in record.contributions
 
     async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool | None:
         """Adds an update to this round, and waits until the next one has begun.
@@ -193,10 +197,7 @@ class RunPeer:
             ) from error
         if own is None or self.round.state.round == state.round:
             return False
-        record = self._last_record
-        if record is None or (record.round, record.base) != (state.round, base):
-            return None
-        return own in record.contributions
+        return self._is_in_record(own, state)
 
     async def linger(self) -> None:
         """Waits, for ``dead_s`` at most, until the others have what they need of this peer to end its last round.

@@ -39,7 +39,7 @@ def load_optimizer(tuner: Tuner, folder: Path) -> None:
     try:
         with safe_open(file, "pt") as stored:
             num_steps = int((stored.metadata() or {})["num_steps"])
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no dict
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - not a dict
         states = {name: _state(tensors, name, parameter) for name, parameter in tuner.parameters.items()}
         if unknown := {name.rpartition(".")[0] for name in tensors}.difference(states):
             raise CheckpointError(f"{file.name} has a state of {min(unknown)}, which the adapter lacks")

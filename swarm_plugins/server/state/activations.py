@@ -165,7 +165,7 @@ class ActivationStore(Generic[T]):
 
     @contextlib.contextmanager
     def using(self, peer: str, ticket: str | None) -> Iterator[tuple[T, ...] | None]:
-        """Yields a peer's values, which nobody else gets any more; None if they are gone or belong to another peer.
+        """Yields a peer's values once; None if they have been taken, dropped, or belong to another peer.
 
         They count until the block ends: a graph stays in memory while its backward waits.
         """

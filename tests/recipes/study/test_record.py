@@ -119,7 +119,7 @@ def test_other_files_are_no_record(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=r"is no record of a study .*: give its prmoe-study\.json"):
+    with pytest.raises(ConfigError, match=r"is not a study's record .*: give a prmoe-study\.json"):
         study_in(tmp_path / "here").go_on_from(file)
 
 
