@@ -26,17 +26,22 @@ def read(file: Path, plan: Plan, corpus: str) -> dict[str, Any]:
     """
     try:
         figures: dict[str, Any] = json.loads(file.read_text())
-        recorded = {"plan": figures["plan"], "text": figures["corpus"]["digest"]}
+        recorded = {**_settings(figures["plan"]), "text": figures["corpus"]["digest"]}
         for entry in figures["arms"].values():
             if any(entry[name].keys() != entry["losses"].keys() for name in ("curves", "cpu_s")):
                 raise ValueError("an arm has other seeds in its curves")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--record {file} is not a study's record ({error!r}): give a prmoe-study.json") from error
-    wanted = {"plan": json.loads(json.dumps(asdict(plan))), "text": corpus}
-    for part, value in wanted.items():
-        if recorded[part] != value:
-            raise ConfigError(f"--record {file} has the {part} {recorded[part]}, but this study has {value}")
+    wanted = {**_settings(json.loads(json.dumps(asdict(plan)))), "text": corpus}
+    differ = [name for name, value in wanted.items() if recorded.get(name) != value]
+    if differ:
+        found, asked = (", ".join(f"{name}={some.get(name)}" for name in differ) for some in (recorded, wanted))
+        raise ConfigError(f"--record {file} has {found}, but this study has {asked}: losses cannot be compared")
     return figures
+
+
+def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {**plan["training"], **{name: value for name, value in plan.items() if name != "training"}}
 
 
 def adopt(figures: Mapping[str, Any], plan: Plan, place: Place) -> int:
