@@ -134,9 +134,13 @@ def _replay(evidence: Any, model: str) -> bool:
     from swarm_plugins.checkpoint import Checkpoint
     from swarm_plugins.verification.local_blocks import LocalBlocks
     from swarm_plugins.verification.replay import replay
+    from swarm_plugins.versions import ModelVersion
 
-    checkpoint = Checkpoint.open(model)
-    if str(checkpoint.version.revision) not in evidence.model:
+    about = ModelVersion.parse(evidence.model)
+    # A repository's branch may have moved on since.
+    is_of_hub = not about.is_local and not Path(model).expanduser().exists()
+    checkpoint = Checkpoint.open(model, revision=about.revision if is_of_hub else None)
+    if checkpoint.version != about:
         raise ConfigError(
             f"{model} is version {checkpoint.version}, the evidence is about {evidence.model}: give that version"
         )

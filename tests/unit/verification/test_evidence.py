@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,12 +11,14 @@ import msgspec
 import pytest
 import torch
 from lies_kit import train, with_liar
+from torch import Tensor
 from typer.testing import CliRunner
 
 from kits.liars import Liar, Lie
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.cli import app
 from swarm_plugins.errors import CapacityError, CheckpointError, ProtocolError
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse
 from swarm_plugins.transport.receipts import Signer
@@ -24,6 +27,7 @@ from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.evidence import Evidence, read_evidence
 from swarm_plugins.verification.local_blocks import LocalBlocks
 from swarm_plugins.verification.replay import replay
+from swarm_plugins.versions import ModelVersion
 
 
 @pytest.mark.parametrize("lie", ["stale_adapter", "flipped_gradients"])
@@ -77,6 +81,23 @@ def test_no_terminal_acts_on_what_evidence_says(llama: Path, tmp_path: Path) -> 
         assert not any(line.startswith("WRONG") for line in result.output.splitlines())
 
 
+def signed(version: ModelVersion, output: Tensor, **request_changes: Any) -> Evidence:
+    """Evidence of what a server has answered to five tokens of zeros, and signed."""
+    liar = new_identity()
+    fields = {"version": version.key, "start": 0, "end": 4, "hidden": torch.zeros(1, 5, 32), "nonce": b"x" * 16}
+    request = ForwardRequest(**(fields | request_changes))
+    answer, _ = Signer(liar, version.key, "float32", "none").sign(request, ForwardResponse(hidden=output), b"")
+    return Evidence(
+        peer=liar.peer_id,
+        model=str(version),
+        reason="bad",
+        at=1e9,
+        adapters=(),
+        request=b"".join(encode(request)),
+        answer=b"".join(encode(answer)),
+    )
+
+
 @pytest.mark.parametrize(
     ("request_changes", "output"),
     [
@@ -89,23 +110,24 @@ def test_no_terminal_acts_on_what_evidence_says(llama: Path, tmp_path: Path) -> 
 def test_evidence_of_tensors_that_do_not_fit_shows_nothing(
     llama: Path, request_changes: dict[str, Any], output: tuple[int, ...]
 ) -> None:
-    checkpoint, liar = Checkpoint.open(llama), new_identity()
-    version = checkpoint.version
-    fields = {"version": version.key, "start": 0, "end": 4, "hidden": torch.zeros(1, 5, 32), "nonce": b"x" * 16}
-    request = ForwardRequest(**(fields | request_changes))
-    signer = Signer(liar, version.key, "float32", "none")
-    answer, _ = signer.sign(request, ForwardResponse(hidden=torch.zeros(output)), b"")
-    evidence = Evidence(
-        peer=liar.peer_id,
-        model=str(version),
-        reason="bad",
-        at=1e9,
-        adapters=(),
-        request=b"".join(encode(request)),
-        answer=b"".join(encode(answer)),
-    )
+    checkpoint = Checkpoint.open(llama)
+    evidence = signed(checkpoint.version, torch.zeros(output), **request_changes)
     with pytest.raises(ProtocolError, match="the evidence shows nothing: it cannot be replayed"):
         asyncio.run(replay(evidence, LocalBlocks(lambda: checkpoint, limit_bytes=0)))
+
+
+def test_evidence_is_replayed_with_the_commit_that_it_is_about(
+    llama: Path, mixtral: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalHub() as hub:
+        commit = hub.add("org/llama", llama)
+        hub.add("org/llama", mixtral)
+        here = functools.partial(Checkpoint.open, endpoint=hub.endpoint, cache_dir=tmp_path / "hub")
+        monkeypatch.setattr(Checkpoint, "open", here)
+        file = tmp_path / "x.evidence"
+        file.write_bytes(msgspec.msgpack.encode(signed(ModelVersion("org/llama", commit), torch.ones(1, 5, 32))))
+        result = CliRunner().invoke(app, ["audit", str(file), "--model", "org/llama"])
+    assert "WRONG" in result.output
 
 
 def test_too_little_memory_clears_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
