@@ -89,13 +89,23 @@ class Ledger:
 
     def free(self, peer: str) -> int:
         """Returns what is free for a peer of its kind, whatever it holds already."""
-        is_reserved = self.groups is not None and not self.groups.is_known(peer)
-        return max(0, self.limit - self.used - (self.reserved if is_reserved else 0))
+        return max(0, self._left_for(peer))
 
     def room(self, peer: str) -> int:
         """Returns how much more a peer may claim now."""
         held, of_group = self._held[peer], self._held_by_group[self.group(peer)]
         return room_of(self.free(peer), held, of_group, self.max_peer_share)
+
+    def room_after(self, peer: str, other: str, amount: int) -> int:
+        """Returns how much more a peer could claim if another gave up ``amount``."""
+        group = self.group(peer)
+        of_group = self._held_by_group[group] - (amount if self.group(other) == group else 0)
+        return room_of(max(0, self._left_for(peer) + amount), self._held[peer], of_group, self.max_peer_share)
+
+    def _left_for(self, peer: str) -> int:
+        """Returns what is left for a peer of its kind; below zero where known peers hold some of the reserve."""
+        is_reserved = self.groups is not None and not self.groups.is_known(peer)
+        return self.limit - self.used - (self.reserved if is_reserved else 0)
 
     def claim(self, peer: str, amount: int) -> None:
         """Counts ``amount`` more for a peer.

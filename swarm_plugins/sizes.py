@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
 def format_bytes(num_bytes: float) -> str:
     """Returns a human-readable size: ``512 MB``."""
     for unit in ("B", "KB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
+        if abs(num_bytes) < 999.5:  # three digits of more would be 1e+03
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} TB"

@@ -257,9 +257,11 @@ async def _ask(
         if answer.num_blocks != announced.num_blocks:
             raise ProtocolError(f"it announced a model of {announced.num_blocks} blocks, and says {answer.num_blocks}")
         # Of a server that serves this version as well, the blocks of this version.
-        answer = answer.of(announced.version) or answer
+        served = answer.of(announced.version)
+        if served is None:
+            raise ProtocolError(f"it announced version {announced.version}, and now serves {answer.version}")
     except TransportError as exc:
         return ServerStatus(peer, announced, is_reachable=False, reason=one_line(exc))
     except TimeoutError:
         return ServerStatus(peer, announced, is_reachable=False, reason=late)
-    return ServerStatus(peer, answer, is_reachable=True, round_trip_s=round_trip_s)
+    return ServerStatus(peer, served, is_reachable=True, round_trip_s=round_trip_s)

@@ -121,6 +121,8 @@ def has_non_finite(tensor: Tensor) -> bool:
 
 
 def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()  # in which the bound itself is not rounded up
     clamped = tensor.clamp(-_MAX[dtype], _MAX[dtype])
     if has_non_finite(tensor):
         clamped = torch.where(tensor.isinf(), tensor, clamped)

@@ -66,6 +66,7 @@ class SwarmNode:
         self._answers = Ledger(limits.MAX_RECEIVING_BYTES, max_peer_share=1.0)
         self._ledger = ledger or Ledger(limits.MAX_RECEIVING_BYTES)
         self._gate: Gate | None = None
+        self._gate_before: Gate | None = None
         self._acceptor = Acceptor(self._ledger, self.counts, lambda peer: _started(self._gate).refusal(peer))
         self._identity: IdentityFile | None = None
         self._listens: tuple[str, ...] = ()
@@ -93,6 +94,9 @@ class SwarmNode:
             self._keep(watch_memory(self._daemon, self._in_use), "watch the libp2p daemon's memory")
             opening = functools.partial(open_stream, self._daemon.socket_path)
             self._gate = Gate(self._daemon.peer_id, opening, allowed=config.allowed_peers, secret=secret)
+            if self._gate_before is not None:
+                self._gate.take_over(self._gate_before)
+                self._gate_before = None
             if secret is not None and not config.is_client:
                 await self._register(PROOF_PROTOCOL, self._gate.answer)
             if config.discovery == "static":
@@ -149,6 +153,7 @@ class SwarmNode:
             counts=self.counts,
         )
         node._identity = _started(self._identity).share()
+        node._gate_before = self._gate
         return node
 
     @property

@@ -72,6 +72,21 @@ async def open_channel(
         raise RequestTimeoutError(
             f"peer {peer} has not answered within {timeout_s:g} s: it is down, behind a firewall, or overloaded"
         ) from exc
+
+
+async def open_stream(socket_path: str, peer: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Opens a bare stream to a peer through the daemon that listens on ``socket_path``.
+
+    Raises:
+        TransportError: If the peer cannot be reached or does not speak the protocol, or the daemon does not answer.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(socket_path)
+        try:
+            await _request_stream(reader, writer, peer, protocol)
+        except BaseException:
+            writer.transport.abort()
+            raise
     except TransportError:
         # An OSError too, but about the peer; the daemon itself is fine.
         raise
@@ -80,21 +95,6 @@ async def open_channel(
             f"no stream to peer {peer}: this machine's own libp2p daemon does not answer ({exc}); "
             "it has died or is shutting down"
         ) from exc
-
-
-async def open_stream(socket_path: str, peer: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Opens a bare stream to a peer through the daemon that listens on ``socket_path``.
-
-    Raises:
-        TransportError: If the peer cannot be reached or does not speak the protocol.
-        OSError: If the daemon does not answer.
-    """
-    reader, writer = await asyncio.open_unix_connection(socket_path)
-    try:
-        await _request_stream(reader, writer, peer, protocol)
-    except BaseException:
-        writer.transport.abort()
-        raise
     return reader, writer
 
 
@@ -242,6 +242,8 @@ class Acceptor:
         idlest = min(others, key=lambda stream: stream.waits_since, default=None)
         if idlest is None or asyncio.get_running_loop().time() - idlest.waits_since < _IDLE_S:
             return
+        if not streams.room_after(peer, idlest.remote_peer, 1):
+            return  # it would not let this one in
         used = self._streams.used
         idlest.abort(TransportError("ended after a long silence, to let in another peer"))
         for _ in range(_END_CHECKS):

@@ -99,11 +99,12 @@ async def encoded(message: Message, codec: Codec) -> list[bytes | memoryview]:
     return encode(message, codec=codec)
 
 
-def tensor_bytes(message: Message) -> int:
-    """Returns the bytes of a message's tensors, before they are packed."""
+def tensor_bytes(message: msgspec.Struct) -> int:
+    """Returns the bytes of a message's tensors, before they are packed, and of those of requests in it."""
     fields = [getattr(message, name) for name in message.__struct_fields__]
-    tensors = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
-    return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
+    parts = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
+    inner = sum(tensor_bytes(one) for one in parts if isinstance(one, msgspec.Struct))
+    return inner + sum(one.nbytes for one in parts if isinstance(one, Tensor))
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:

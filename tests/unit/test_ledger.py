@@ -98,6 +98,16 @@ def test_what_is_reserved_goes_to_known_peers() -> None:
     assert streams.room("friend") == 1
 
 
+def test_what_others_would_give_up_is_room_only_beyond_the_reserve() -> None:
+    streams = Ledger(16, max_peer_share=0.25, groups=OfAddress(), reserved=2)
+    for number in range(14):
+        streams.claim(f"address {number}", 1)
+    assert streams.room_after("newcomer", "address 3", 1) == 1
+    streams.claim("friend", 1)
+    assert streams.room_after("newcomer", "address 3", 1) == 0
+    assert streams.room_after("newcomer", "address 3", 2) == 1
+
+
 def test_a_charge_releases_what_it_claimed() -> None:
     ledger = Ledger(1000)
     with ledger.charge("a") as charge:

@@ -20,6 +20,8 @@ def test_anything_else_is_refused(text: str) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 B"), (512_000_000, "512 MB"), (3.1e12, "3.1 TB")])
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (512_000_000, "512 MB"), (3.1e12, "3.1 TB"), (999_600, "1 MB")]
+)
 def test_sizes_are_written_with_a_unit(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text

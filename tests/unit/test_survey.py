@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
+import msgspec
+import pytest
+
+from swarm_plugins import survey
 from swarm_plugins.survey import ModelStatus, ServerStatus
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -39,6 +44,23 @@ STATUS = ModelStatus(
 def test_only_servers_that_answer_count() -> None:
     assert STATUS.coverage == [1, 1, 2, 2, 1, 1, 0, 0]
     assert STATUS.missing == [6, 7]
+
+
+async def test_a_server_that_serves_another_version_by_now_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced, other = STATUS.servers[0].info, "local-" + "1" * 40
+    answers = iter([announced, msgspec.structs.replace(announced, version=other)])
+
+    async def answer(*_: object, **__: object) -> ServerInfo:
+        return next(answers)
+
+    async def ask() -> ServerStatus:
+        return await survey._ask(None, asyncio.Semaphore(), "QmOne", announced, 5.0, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(survey, "ask_info", answer)
+    assert (await ask()).is_reachable
+    found = await ask()
+    assert not found.is_reachable
+    assert found.reason == f"it announced version {announced.version}, and now serves {other}"
 
 
 def test_the_survey_fits_into_json() -> None:

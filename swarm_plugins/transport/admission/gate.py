@@ -111,6 +111,7 @@ class Gate:
         self._allowed = None if allowed is None else frozenset(allowed)
         self._key = None if secret is None else Scrypt(salt=_DOMAIN, length=32, n=2**14, r=8, p=1).derive(secret)
         self._proven: Recent[str, float] = Recent(_MAX_PROVEN)
+        self._entering: Recent[tuple[asyncio.AbstractEventLoop, str], asyncio.Lock] = Recent(_MAX_PROVEN)
         self._lock = threading.Lock()
         self._answering: dict[asyncio.Timeout, tuple[str, bytes]] = {}
         """Of the proofs under way, the oldest first: until when, of which peer, at which address."""
@@ -119,6 +120,14 @@ class Gate:
     def is_secret(self) -> bool:
         """Whether peers must know a secret."""
         return self._key is not None
+
+    def take_over(self, before: Gate) -> None:
+        """Takes over the proofs of a gate of the same key pair: peers do not know that its daemon was replaced."""
+        if before._key == self._key:
+            with before._lock:
+                proven = [*before._proven.items()]
+            with self._lock:
+                self._proven.update(proven)
 
     def refusal(self, peer: str) -> str | None:
         """Returns why a peer that calls is not admitted, or None."""
@@ -152,7 +161,9 @@ class Gate:
             return
         timeout_s = min(timeout_s, _PROOF_TIMEOUT_S)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._turn(peer):
+                if self._has_proven(peer, _FRESH_S):
+                    return
                 reader, writer = await self._open(peer, PROOF_PROTOCOL)
                 try:
                     is_proven = await self._call(peer, reader, writer)
@@ -174,6 +185,15 @@ class Gate:
                 f"peer {peer} does not belong to this private swarm: it has another secret than this side, or none"
             )
         self._note(peer)
+
+    def _turn(self, peer: str) -> asyncio.Lock:
+        """Calls that begin at once wait for one proof: an answerer takes few of a peer side by side."""
+        key = (asyncio.get_running_loop(), peer)
+        with self._lock:
+            lock = self._entering.get(key)
+            if lock is None:
+                lock = self._entering[key] = asyncio.Lock()
+            return lock
 
     def forget(self, peer: str) -> None:
         """Drops a proof that the other side does not remember."""

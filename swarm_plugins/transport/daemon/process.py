@@ -275,6 +275,10 @@ def _translate(exc: Exception, config: NodeConfig) -> TransportError | ConfigErr
 def _check_port_free(address: str) -> None:
     # libp2p sets SO_REUSEPORT: a second daemon on a port would silently get a random half of the connections.
     parsed = Multiaddr(address)
+    if "ip4" not in parsed and "ip6" not in parsed:
+        raise ConfigError(
+            f"cannot listen on {address}: expected an IP address of this machine, such as /ip4/0.0.0.0/tcp/31337"
+        )
     if "tcp" not in parsed or int(parsed["tcp"]) == 0:
         return
     family, host = (socket.AF_INET6, parsed["ip6"]) if "ip6" in parsed else (socket.AF_INET, parsed["ip4"])

@@ -80,3 +80,16 @@ async def test_blocks_that_hang_in_this_process_do_not_hang_the_client() -> None
             await BatchCall(Servers(peers, view), inputs, keep=False).forward()
     await here.close()
     await peers.close()
+
+
+async def test_what_has_come_in_this_process_is_received_without_a_wait() -> None:
+    async def answer(channel: Channel) -> None:
+        await channel.send(server_info(0, 1, 1))
+        has_sent.set()
+
+    has_sent = asyncio.Event()
+    routes = LocalRoutes(LocalTransport({}))
+    routes.serve("a", {"rpc_info": answer})
+    channel = await routes.open("a", "rpc_info", timeout_s=5.0)
+    await has_sent.wait()
+    assert await channel.receive(timeout_s=0.0) == server_info(0, 1, 1)

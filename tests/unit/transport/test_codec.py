@@ -173,6 +173,12 @@ def test_16_bits_saturate_instead_of_overflowing(codec: Codec) -> None:
     assert restore(tensor, codec)[:2].tolist() == [most, -most]
 
 
+def test_bfloat16_saturates_in_float16() -> None:
+    packed = pack(torch.full((1024,), 1e6, dtype=torch.bfloat16), "float16")
+    assert packed is not None
+    assert packed.view(torch.float16).unique().tolist() == [65504.0]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_largest_numbers_stay_finite_in_8_bits(dtype: torch.dtype) -> None:
     most = float(torch.finfo(dtype).max)

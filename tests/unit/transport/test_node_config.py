@@ -59,6 +59,8 @@ def test_a_port_in_use_is_noticed_although_libp2p_would_share_it() -> None:
             _check_port_free(address)
     _check_port_free(address)
     _check_port_free("/ip4/127.0.0.1/tcp/0")
+    with pytest.raises(ConfigError, match=r"/dns4/localhost/tcp/31337: expected an IP address of this machine"):
+        _check_port_free("/dns4/localhost/tcp/31337")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,6 +148,30 @@ async def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pyte
     ):
         await second.send(InfoRequest())
         assert await second.receive(timeout_s=20.0) == InfoRequest()
+
+
+async def test_no_stream_is_ended_for_a_peer_that_is_kept_out_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known:
+        def calling(self, peer: str, address: str) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def group(self, peer: str) -> str:
+            return peer
+
+        def is_known(self, peer: str) -> bool:
+            return peer.startswith("friend")
+
+    monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
+    acceptor = acceptor_with(Known(), max_streams=16)  # one of them for friends
+    for number in range(15):
+        acceptor._streams.claim(f"peer {number}", 1)
+    async with connected(acceptor, echo, "friend") as first:
+        await first.send(InfoRequest())
+        assert await first.receive(timeout_s=20.0) == InfoRequest()
+        async with connected(acceptor, echo, "newcomer") as second:
+            assert isinstance(await second.receive(timeout_s=20.0), Failure)
+        await first.send(InfoRequest())
+        assert await first.receive(timeout_s=20.0) == InfoRequest()
 
 
 async def test_identities_of_one_address_replace_their_own_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from swarm_plugins.transport.messages import (
 )
 from swarm_plugins.transport.optional import or_none
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
-from swarm_plugins.transport.wire import END_FRAME, decode, encode, parse_header
+from swarm_plugins.transport.wire import END_FRAME, decode, encode, parse_header, tensor_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,6 +105,7 @@ def test_all_fields_of_nested_messages_survive() -> None:
     assert received.forward.dropout_seed == 5
     assert torch.equal(received.grad_hidden, sent.grad_hidden)
     assert torch.equal(received.grad_router_logits[0], sent.grad_router_logits[0])
+    assert tensor_bytes(received) == 4 * (16 + 4 * 24 + 16 + 8)
 
 
 def test_ids_of_tokens_survive_and_are_left_out_elsewhere() -> None:

@@ -95,6 +95,24 @@ async def test_both_sides_prove_the_secret_once() -> None:
     assert len(wire.said) == 8
 
 
+async def test_calls_that_begin_at_once_share_one_proof() -> None:
+    wire = Wire("a", gate_of("b"))
+    ours = Gate("a", wire.open, secret=SECRET)
+    await asyncio.gather(*(ours.enter("b", 5.0) for _ in range(9)))
+    assert len(wire.said) == 4
+    assert wire.answerer.refusal("a") is None
+
+
+async def test_a_gate_takes_over_the_proofs_of_the_one_before() -> None:
+    theirs = gate_of("b")
+    await Gate("a", Wire("a", theirs).open, secret=SECRET).enter("b", 5.0)
+    successor, of_another_secret = gate_of("b"), Gate("b", pytest.fail, secret=SECRET + b"!")
+    for gate in (successor, of_another_secret):
+        gate.take_over(theirs)
+    assert successor.refusal("a") is None
+    assert of_another_secret.refusal("a") is not None
+
+
 @pytest.mark.parametrize("address", ["/ip4/203.0.113.7/tcp/1", "/ip4/198.51.100.1/tcp/1"], ids=["same", "other"])
 async def test_silent_strangers_keep_no_member_out(address: str) -> None:
     theirs = gate_of("b")
