@@ -36,6 +36,8 @@ class SpanSpec:
     """What each block caches, and what its prefix must look like."""
     has_fixed_positions: bool = True
     """Whether rows may be run in parts: no part changes how the others are encoded."""
+    whole_beyond: int | None = None
+    """New tokens that end beyond this position run at once: the last one decides how all are encoded. None: never."""
     makes_masks: bool = False
     """Whether attention gets a mask also where nothing is padded, as sliding windows need."""
     vocab_size: int = 0

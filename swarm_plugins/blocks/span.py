@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVCache, KVPool
-from swarm_plugins.blocks.probing.packs import has_fixed_positions
+from swarm_plugins.blocks.probing.packs import has_fixed_positions, whole_beyond
 from swarm_plugins.blocks.probing.probe import Traits
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
@@ -44,6 +44,7 @@ class Span:
             max_positions=int(getattr(cut.config, "max_position_embeddings", 0) or 1 << 20),
             kv_layouts=layouts,
             has_fixed_positions=has_fixed_positions(cut.config) and all(one.is_plain for one in layouts.values()),
+            whole_beyond=whole_beyond(cut.config),
             makes_masks=getattr(cut.config, "sliding_window", None) is not None,
             vocab_size=int(cut.config.vocab_size) if traits.takes_ids else 0,
             mask_kinds=traits.mask_kinds,

@@ -56,6 +56,8 @@ class StandIn:
         self._open_checkpoint = open_checkpoint
         self._hosted: dict[str, _Hosted] = {}
         self._lock = asyncio.Lock()
+        """Held while blocks are chosen, loaded or freed."""
+        self._is_closed = False
         self._freeing: asyncio.Task[None] | None = None
         # Nothing else ends the servers of a model that is gone.
         weakref.finalize(self, _abandon, self._hosted, local).atexit = False
@@ -64,31 +66,48 @@ class StandIn:
         """Loads the blocks that are not here yet; returns a chain that runs all blocks.
 
         Each block is loaded once: servers that announce themselves and refuse, whatever blocks they claim by turns,
-        cannot make this process hold more than the model.
+        cannot make this process hold more than the model. If the caller is cancelled, they are loaded all the same: no
+        thread stops in the middle of that, and the next call needs them.
 
         Raises:
             CheckpointError: If the blocks cannot be read.
         """
+        return await asyncio.shield(asyncio.create_task(self._chain(blocks), name="load blocks"))
+
+    async def _chain(self, blocks: range) -> list[SpanChoice]:
         async with self._lock:
             here = {block: one for one in self._hosted.values() for block in one.blocks}
+            used: list[_Hosted] = []
             chain: list[SpanChoice] = []
             for known, group in itertools.groupby(blocks, here.get):
                 run = list(group)
                 part = range(run[0], run[-1] + 1)
-                hosted = known or await self._load(part)
-                hosted.used_at = time.monotonic()
-                chain.append(SpanChoice(hosted.peer, part.start, part.stop))
+                used.append(known or await self._load(part))
+                chain.append(SpanChoice(used[-1].peer, part.start, part.stop))
+            # All of them now, however long the last ones took to load.
+            for one in used:
+                one.used_at = time.monotonic()
             return chain
 
     async def _load(self, blocks: range) -> _Hosted:
         log.warning("no server holds blocks %d:%d: they run here until one does", blocks.start, blocks.stop)
-        hosted = await asyncio.to_thread(self._host, blocks)
+        hosted = await asyncio.to_thread(self._host_unless_closed, blocks)
+        if hosted is None:
+            raise asyncio.CancelledError
         self._hosted[hosted.peer] = hosted
         self._local.serve(hosted.peer, hosted.served.handlers)
         self._book.observe(hosted.peer, Expected(_STEP_S, _TOKEN_S * len(blocks)))
         if self._freeing is None or self._freeing.done():
-            freeing = _free_unused(self._hosted, self._local, self._book)
+            freeing = _free_unused(self._hosted, self._local, self._book, self._lock)
             self._freeing = asyncio.create_task(freeing, name="free blocks")
+        return hosted
+
+    def _host_unless_closed(self, blocks: range) -> _Hosted | None:
+        hosted = self._host(blocks)
+        if self._is_closed:
+            # Nothing else ends it, and the event loop may be gone.
+            hosted.served.close()
+            return None
         return hosted
 
     def _host(self, blocks: range) -> _Hosted:
@@ -98,7 +117,8 @@ class StandIn:
         return _Hosted(new_identity().peer_id, blocks, host_blocks(self._open_checkpoint(), blocks))
 
     async def close(self) -> None:
-        """Ends the server and frees the blocks. Idempotent."""
+        """Ends the server and frees the blocks; those that are being loaded, as soon as they are. Idempotent."""
+        self._is_closed = True
         if self._freeing is not None:
             self._freeing.cancel()
             await asyncio.wait({self._freeing})
@@ -108,7 +128,7 @@ class StandIn:
                 one.served.close()
 
 
-async def _free_unused(hosted: dict[str, _Hosted], local: LocalRoutes, book: PeerBook) -> None:
+async def _free_unused(hosted: dict[str, _Hosted], local: LocalRoutes, book: PeerBook, lock: asyncio.Lock) -> None:
     """Frees what was not used for a while, in which servers of the swarm were; does not keep the `StandIn` alive."""
     while hosted:
         await asyncio.sleep(_LOOK_S)
@@ -120,12 +140,14 @@ async def _free_unused(hosted: dict[str, _Hosted], local: LocalRoutes, book: Pee
             if one.info is not None and any(one.info.of(version) is not None for version in versions)
         )
         latest = max(others, default=-math.inf)
-        for one in list(hosted.values()):
-            one.used_at = max(one.used_at, book[one.peer].ran_at)
-            if latest - one.used_at > _IDLE_S and one.served.is_idle and await _withdraw(one, hosted, local):
-                log.warning("servers hold blocks %d:%d again", one.blocks.start, one.blocks.stop)
-                # To its end, also if this task is cancelled: nothing else knows of these blocks any more.
-                await asyncio.shield(asyncio.to_thread(one.served.close))
+        # Not while others load for a chain that these are a part of.
+        async with lock:
+            for one in list(hosted.values()):
+                one.used_at = max(one.used_at, book[one.peer].ran_at)
+                if latest - one.used_at > _IDLE_S and one.served.is_idle and await _withdraw(one, hosted, local):
+                    log.warning("servers hold blocks %d:%d again", one.blocks.start, one.blocks.stop)
+                    # To its end, also if this task is cancelled: nothing else knows of these blocks any more.
+                    await asyncio.shield(asyncio.to_thread(one.served.close))
 
 
 async def _withdraw(one: _Hosted, hosted: dict[str, _Hosted], local: LocalRoutes) -> bool:

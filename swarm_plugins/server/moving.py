@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from swarm_plugins.blocks.span import Span
@@ -26,6 +26,7 @@ from swarm_plugins.routing.placement import Move, is_safe
 from swarm_plugins.routing.turns import Snapshot, Turns
 from swarm_plugins.server import limits
 from swarm_plugins.server.background import in_thread, return_free_memory
+from swarm_plugins.server.compute.work import without_frames
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.failures import RequestError
@@ -45,6 +46,8 @@ _GAP_PAUSE_S = 1.0
 """Longest random pause before a gap is closed; before other moves it is half the time between two looks."""
 _REST_S = 600.0
 """After a move that failed."""
+_RELOAD_PAUSE_S = 30.0
+"""Between attempts to load the old span again."""
 
 
 @dataclass(kw_only=True)
@@ -140,10 +143,10 @@ class Mover:
             span.close()
             return
         old = self.spans.spec.blocks
-        await self._serve(span, leaving=_pair(old))
+        offered = await self._serve(span, leaving=_pair(old))
         await self._wait_for_sessions(move.blocks)
         await self._on_compute_thread(self.spans.drop_left)
-        await self._forget_all_but(move.blocks)
+        await self._forget_all_but(move.blocks, offered)
         await self._announce(leaving=None)
 
     async def _drop_then_load(self, move: Move) -> None:
@@ -157,15 +160,27 @@ class Mover:
             self.service.describe(state="online")
             return
         await self._on_compute_thread(self.spans.drop_all)
-        await self._forget_all_but(range(0))
+        await self._forget_all_but(range(0), ())
         await self._announce(state="joining", start=move.blocks.start, end=move.blocks.stop)
         try:
-            span = await self._loaded(move.blocks)
-        except Exception:
+            await self._serve(await self._loaded(move.blocks))
+        except Exception as error:
+            _release(error)
             await self._announce(start=old.start, end=old.stop, target=None)
-            await self._serve(await self._loaded(old))
+            await self._serve_again(old)
             raise
-        await self._serve(span)
+
+    async def _serve_again(self, blocks: range) -> None:
+        """Serves blocks that were dropped, and tries until they are loaded: without any, the server is of no use."""
+        while True:
+            try:
+                await self._serve(await self._loaded(blocks))
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, nothing else can be served
+                _release(error)
+                text = "blocks %d:%d cannot be served again, next attempt in %.0f s: %s"
+                log.warning(text, blocks.start, blocks.stop, _RELOAD_PAUSE_S, one_line(error, with_kind=True))
+            await asyncio.sleep(_RELOAD_PAUSE_S)
 
     async def _loaded(self, blocks: range) -> Span:
         """Loads a span.
@@ -186,14 +201,18 @@ class Mover:
             text = f"no memory is left to load blocks {blocks.start}:{blocks.stop}: {one_line(error)}"
             raise CapacityError(text) from error
 
-    async def _serve(self, span: Span, **changes: object) -> None:
-        """Serves a span from now on, and announces it."""
+    async def _serve(self, span: Span, **changes: object) -> list[str]:
+        """Serves a span from now on, and announces it; returns the digests of the host's adapters on it."""
         service = self.service
+        offered: list[str] = []
         for name in self.config.adapters:
             try:
-                service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
+                adapter = await in_thread(functools.partial(preload_adapter, name, span))
             except SwarmError as error:  # an adapter never costs the blocks
                 log.warning("an adapter is not offered on the new blocks: %s", error)
+                continue
+            service.adapters.publish(adapter)
+            offered.append(adapter.digest)
         await self._on_compute_thread(functools.partial(self.spans.add, span))
         service.draining.begin(span.blocks)
         # While it waits for open sessions the next move is not its turn.
@@ -209,6 +228,7 @@ class Mover:
             kv_row_bytes=span.spec.kv_row_bytes,
             **changes,
         )
+        return offered
 
     async def _wait_for_sessions(self, kept: range) -> None:
         """Waits for the sessions that need other blocks than those that are kept."""
@@ -216,13 +236,14 @@ class Mover:
         if left:
             log.info("%d sessions go on elsewhere", left)
 
-    async def _forget_all_but(self, kept: range) -> None:
-        """Releases what keeps dropped spans in memory."""
+    async def _forget_all_but(self, kept: range, offered: Collection[str]) -> None:
+        """Releases what keeps dropped spans in memory, and the host's adapters but those ``offered`` now."""
 
         def is_gone(forward: KeptForward) -> bool:
             return forward.inputs.blocks.start < kept.start or forward.inputs.blocks.stop > kept.stop
 
         self.service.activations.drop_where(is_gone)
+        self.service.adapters.withdraw_all_but(offered)
         self.service.draining.end()
         await in_thread(return_free_memory)
 
@@ -232,6 +253,13 @@ class Mover:
             await self.service.scheduler.train(function, timeout_s=limits.REQUEST_TIMEOUT_S)
         except RequestError as error:
             raise CapacityError(f"spans could not be changed: {error}") from error
+
+
+def _release(error: BaseException) -> None:
+    """Drops what an error and its causes keep in memory: a part of a span, where there may be room for no other."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause = without_frames(cause).__context__
 
 
 def _pair(blocks: range) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm_plugins.recent import Recent
 
@@ -32,7 +33,8 @@ _WINDOW_S = 10.0
 """Time constant of the average load."""
 _STUCK_S = 4.0
 _STUCK_FACTOR = 4.0
-"""A piece of work that takes longer than this, and than so many times what the longest of the last ones took, hangs."""
+"""A piece of work that takes longer than this, and than so many times what the longest of the last ones took, or what
+one of its size should take, hangs."""
 _MAX_PIECES = 64
 _MIN_PIECE_S = 0.05
 """Shorter pieces of work tell nothing about how long one may take."""
@@ -132,6 +134,16 @@ def _slope(sizes: Sequence[_Size]) -> float:
     return max(0.0, (other.seconds - first.seconds) / (other.rows - first.rows))
 
 
+class _Busy(NamedTuple):
+    """What is known from a change on."""
+
+    since: float
+    share: float
+    is_busy: bool
+    seconds: float
+    work: int
+
+
 class BusyMeter:
     """Averages busy (1) and idle (0) time exponentially, recent seconds most.
 
@@ -140,41 +152,55 @@ class BusyMeter:
 
     def __init__(self) -> None:
         # One tuple, replaced as a whole: a reader in another thread never sees half an update.
-        self._state: tuple[float, float, bool, float] | None = None
+        self._state: _Busy | None = None
         self._pieces: deque[float] = deque(maxlen=_MAX_PIECES)
         self._longest_s = 0.0
 
-    def begin(self, now: float) -> None:
-        """Notes that a piece of work begins, and that the one before it has ended."""
-        self._change(now, is_busy=True)
+    @property
+    def work(self) -> int:
+        """How much the piece of work is that runs, in tokens times blocks; 0 if that is not known."""
+        return 0 if self._state is None else self._state.work
+
+    def begin(self, now: float, work: int = 0) -> None:
+        """Notes that a piece of work begins, of at most so many tokens times blocks; the one before it has ended."""
+        self._change(now, work, is_busy=True)
 
     def end(self, now: float) -> None:
         """Notes that work ends."""
-        self._change(now, is_busy=False)
+        self._change(now, 0, is_busy=False)
 
-    def _change(self, now: float, *, is_busy: bool) -> None:
-        if self._state is not None and self._state[2] and now - self._state[0] > _MIN_PIECE_S:
-            self._pieces.append(now - self._state[0])
+    def _change(self, now: float, work: int, *, is_busy: bool) -> None:
+        state = self._state
+        if state is not None and state.is_busy and now - state.since > _MIN_PIECE_S:
+            self._pieces.append(now - state.since)
             self._longest_s = max(self._pieces)
-        self._state = (now, self.share(now), is_busy, self.seconds(now))
+        self._state = _Busy(now, self.share(now), is_busy, self.seconds(now), work)
 
-    def is_stuck(self, now: float, usual_s: float) -> bool:
-        """Returns whether a piece of work takes far longer than the last ones did, and than ``usual_s``."""
-        if self._state is None or not self._state[2]:
+    def is_stuck(self, now: float, step_s: float, token_s: float) -> bool:
+        """Returns whether a piece of work takes far longer than the last ones did, and than one of its size should.
+
+        Args:
+            now: The time.
+            step_s: What a piece of one token takes.
+            token_s: What each token of a large piece takes in a block.
+        """
+        state = self._state
+        if state is None or not state.is_busy:
             return False
-        return now - self._state[0] > max(_STUCK_S, _STUCK_FACTOR * max(self._longest_s, usual_s))
+        usual_s = max(self._longest_s, step_s + token_s * state.work)
+        return now - state.since > max(_STUCK_S, _STUCK_FACTOR * usual_s)
 
     def share(self, now: float) -> float:
         """Returns the average at time ``now``, between 0 and 1."""
         if self._state is None:
             return 0.0
-        since, value, is_busy, _ = self._state
+        since, share, is_busy, *_ = self._state
         goal = 1.0 if is_busy else 0.0
-        return goal + (value - goal) * math.exp(-max(0.0, now - since) / _WINDOW_S)
+        return goal + (share - goal) * math.exp(-max(0.0, now - since) / _WINDOW_S)
 
     def seconds(self, now: float) -> float:
         """Returns how long work has taken in all, until ``now``."""
         if self._state is None:
             return 0.0
-        since, _, is_busy, before = self._state
+        since, _, is_busy, before, _ = self._state
         return before + (max(0.0, now - since) if is_busy else 0.0)

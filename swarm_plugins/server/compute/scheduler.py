@@ -63,9 +63,9 @@ class Scheduler:
         """Seconds that the compute thread has worked so far."""
         return self._thread.busy.seconds(time.monotonic())
 
-    def is_stuck(self, usual_s: float) -> bool:
-        """Returns whether the compute thread hangs in its work, one piece of which takes about ``usual_s``."""
-        return self._thread.busy.is_stuck(time.monotonic(), usual_s)
+    def is_stuck(self, step_s: float, token_s: float) -> bool:
+        """Returns whether the compute thread hangs in its work, by what a step and a token in a block usually take."""
+        return self._thread.busy.is_stuck(time.monotonic(), step_s, token_s)
 
     def start(self) -> None:
         """Starts the compute thread."""
@@ -118,16 +118,18 @@ class Scheduler:
         prepare: Callable[[], None] | None = None,
         peer: str = "",
         takes_long: bool = False,
+        whole_beyond: int | None = None,
     ) -> SpanOutputs:
         """Runs the new tokens of one session, packed with other sessions'; other queued work must not touch its cache.
 
         ``prepare`` runs on the compute thread right before: the cache operations that come with the step. Peers take
-        turns when not all waiting steps fit in one forward. A step that ``takes_long`` takes turns with training.
+        turns when not all waiting steps fit in one forward. A step that ``takes_long`` takes turns with training; one
+        that ends beyond position ``whole_beyond`` is not cut.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        item = Step(inputs, prepare, peer, takes_long=takes_long)
+        item = Step(inputs, prepare, peer, takes_long=takes_long, whole_beyond=whole_beyond)
         result: SpanOutputs = await self._submit(item, self._waiting_steps, timeout_s)
         return result
 

@@ -224,14 +224,14 @@ class ComputeThread:
         """Runs urgent work in the middle of long work; called by the runner between two blocks."""
         # Before the flag is read: a message that closes a session's cache comes after its step has been abandoned.
         self._collect(is_waiting=False)
-        current = self._current
+        current, work = self._current, self.busy.work
         if current is None:
             return
         if current.abandoned:
             raise AbandonedError
         if self._calls or self._steps or self._long:
             self._interrupt(current)
-        self.busy.begin(time.monotonic())
+        self.busy.begin(time.monotonic(), work)
 
     def _interrupt(self, current: Call | Step) -> None:
         began, had_s, interrupted_s = time.monotonic(), self._worked_s - self._began_s, self._interrupted_s
@@ -266,7 +266,7 @@ class ComputeThread:
 
     def _run_call(self, item: Call) -> None:
         """Runs a call, or the next part of one. Never raises."""
-        self.busy.begin(time.monotonic())
+        self.busy.begin(time.monotonic(), item.work)
         began, is_over, failure = self._worked_s, True, None
         try:
             is_over = item.run_part()
@@ -342,7 +342,7 @@ class ComputeThread:
 
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> bool:
         """Runs a pack; returns whether all of it has run. Never raises."""
-        self.busy.begin(time.monotonic())
+        self.busy.begin(time.monotonic(), sum(step.work_of(num_tokens) for step, num_tokens in group))
         began = self._worked_s
         try:
             runner = cast(HostedSpans, self._runner)

@@ -115,7 +115,10 @@ async def answer_info(service: Service | ExpertsService, request: InfoRequest | 
 
 def _present_info(service: Service | ExpertsService) -> ServerInfo:
     info = service.info()
-    span_s = info.decode_s * (info.end - info.start)
-    # One that waits for other peers' experts answers in the end, and names those that are missing.
-    is_stuck = info.state == "online" and not info.needs and service.scheduler.is_stuck(span_s)
-    return msgspec.structs.replace(info, state="stuck") if is_stuck else info
+    # One that waits for other peers' experts answers in the end, and names those that are missing. Where nothing was
+    # measured (blocks that run in a client's process, on whatever machine), nothing tells long work from a hang.
+    if info.state != "online" or info.needs or not info.decode_s:
+        return info
+    step_s = info.decode_s * (info.end - info.start)
+    token_s = 1 / info.throughput if info.throughput > 0 else 0.0
+    return msgspec.structs.replace(info, state="stuck") if service.scheduler.is_stuck(step_s, token_s) else info

@@ -180,6 +180,7 @@ class _Stream:
                 prepare=(lambda: session.change(request.ops)) if request.ops else None,
                 peer=self._peer,
                 takes_long=_takes_long(adapters),
+                whole_beyond=service.spec.whole_beyond,
             )
             reused = 0
             if request.ops:

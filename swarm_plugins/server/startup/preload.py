@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from swarm_plugins.weights.published.targets import Target
 _MAX_KEY_CHARS = 512
 _MAX_PATTERNS = 1 << 11
 _target = functools.lru_cache(2 * _MAX_PATTERNS)(Target)  # what a hostile expression cannot keep busy
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's modules."""
 # The first number in a name is the block's; later ones are experts'.
 _NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d{1,6})\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")
 _CHANGED_MATHS = ("use_dora", "fan_in_fan_out", "modules_to_save", "target_parameters", "lora_bias")
@@ -86,6 +88,8 @@ class _Place:
 
     block: int
     module: str
+    name: str = field(compare=False, default="")
+    """The module's name in the whole model, by which PEFT looks for its settings."""
 
 
 def _folder(name: str) -> Path:
@@ -123,18 +127,17 @@ def _on_span(keys: Sequence[str], blocks: range) -> dict[_Place, dict[str, str]]
     for key in keys:
         match = _NAME.fullmatch(key) if len(key) <= _MAX_KEY_CHARS else None
         if match is not None and int(match["block"]) in blocks:
-            found.setdefault(_Place(int(match["block"]), match["module"]), {})[match["part"]] = key
+            name = key[: match.start("part") - 1].removeprefix(_PREFIX)
+            found.setdefault(_Place(int(match["block"]), match["module"], name), {})[match["part"]] = key
     return found
 
 
 def _in_model_order(parts: Mapping[_Place, object], span: Span) -> Iterator[_Place]:
     """Yields the places in the order of a client's model, so that both compute the same digest."""
-    left = dict.fromkeys(parts)
+    left = {place: place for place in parts}
     for block in span.blocks:
         for path, _ in span.module(block, "").named_modules():
-            place = _Place(block, path)
-            if place in left:
-                del left[place]
+            if (place := left.pop(_Place(block, path), None)) is not None:
                 yield place
     # check_adapter refuses by name what the span lacks.
     yield from left
@@ -148,7 +151,7 @@ def _module(
         vector = parts.get("ia3_l")
         if vector is None:
             raise CheckpointError(f"adapter {name} has no ia3_l for {where}")
-        is_feedforward = _matches(place.module, config.get("feedforward_modules") or ())
+        is_feedforward = _matches(place.name, config.get("feedforward_modules") or ())
         module = AdapterModule(
             block=place.block,
             module=place.module,
@@ -172,18 +175,17 @@ def _module(
     return module, factors
 
 
-def _matches(module: str, names: Sequence[str] | str) -> bool:
+def _matches(name: str, names: Sequence[str] | str) -> bool:
     if isinstance(names, str):
-        return _target(f"({names})$").matches(module)
-    return any(module == one or module.endswith(f".{one}") for one in names)
+        return _target(f"({names})$").matches(name)
+    return any(name == one or name.endswith(f".{one}") for one in names)
 
 
 def _pattern(pattern: Mapping[str, float] | None, place: _Place, default: float) -> float:
     """Returns a module's value as PEFT does: by the first pattern that its name ends with."""
     if pattern and len(pattern) > _MAX_PATTERNS:
         raise ValueError(f"alpha_pattern has {len(pattern)} entries, at most {_MAX_PATTERNS} are read")
-    path = f"layers.{place.block}.{place.module}"
     for expression, value in (pattern or {}).items():
-        if _target(rf"(.*\.)?({expression})$").matches(path):
+        if _target(rf"(.*\.)?({expression})$").matches(place.name):
             return value
     return default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm_plugins.block_io import LoadedAdapter
@@ -67,8 +67,14 @@ class AdapterStore:
         return adapter.num_bytes + self.object_bytes * num_objects
 
     def publish(self, adapter: LoadedAdapter) -> None:
-        """Holds the host's own adapter as long as the server lives, outside the budget."""
+        """Holds the host's own adapter until it is withdrawn, outside the budget."""
         self._held[None, adapter.digest] = _Held(adapter, adapter.num_bytes)
+
+    def withdraw_all_but(self, digests: Collection[str]) -> None:
+        """Drops the host's own adapters, except these and those in use."""
+        for key in list(self._held):
+            if key[0] is None and key[1] not in digests and not self._in_use[key]:
+                del self._held[key]
 
     def put(self, peer: str, adapter: LoadedAdapter) -> None:
         """Holds an adapter that ``peer`` has uploaded.

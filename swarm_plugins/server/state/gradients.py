@@ -2,7 +2,8 @@
 
 A graph larger than memory allows is not made at once: the inputs of all blocks are computed without one, then each
 block, from the last to the first, runs again with a graph of its own. It takes the memory of one block's graph, and one
-more forward (Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3).
+more forward (Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3). Blocks that only run
+together (see `swarm_plugins.borders`) share a graph.
 
 Shapes: ``B`` batch, ``S`` tokens, ``D`` width, ``P`` prefix.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks.runner import SpanRunner
+from swarm_plugins.borders import pieces
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.state.activations import GraphMeter
@@ -86,11 +88,11 @@ def gradients(
 
     ``grads`` are the gradients of the outputs; its ``hidden_states`` and ``router_logits`` may be empty. A graph larger
     than ``limit_bytes``, without the span's own storages at the addresses ``weights``, is replaced by one for each
-    block; ``between`` is then called between two blocks.
+    block, or for blocks that only run together; ``between`` is then called between two of them.
 
     Raises:
         RequestError: ``bad_request`` if ``grads`` do not fit the outputs.
-        CapacityError: If the graph of a single block is larger than ``limit_bytes``.
+        CapacityError: If one of these is larger than ``limit_bytes``, too.
     """
     if isinstance(kept, SpanInputs):
         inputs = as_leaves(kept, needs)
@@ -187,7 +189,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class _Blockwise:
-    """One backward pass, block by block; ``gradients`` holds what it has found, by the identity of the leaf."""
+    """One backward pass, piece by piece; ``gradients`` holds what it has found, by the identity of the leaf."""
 
     def __init__(self, runner: SpanRunner, inputs: SpanInputs, limit_bytes: int, weights: Collection[int]) -> None:
         self.gradients: dict[int, Tensor] = {}
@@ -202,32 +204,36 @@ class _Blockwise:
         states = (self._inputs.hidden.detach(), *outputs.hidden_states)
         routers = dict(zip(outputs.router_blocks, grads.router_logits, strict=bool(grads.router_logits)))
         grad = grads.hidden
-        for index in reversed(range(len(blocks))):
-            grad = self._through(blocks[index], states[index], grad, routers.get(blocks[index]))
-            if index and grads.hidden_states:
-                grad = grad + grads.hidden_states[index - 1].to(grad.dtype)
-            if index:
+        for piece in reversed(pieces(blocks, self._runner.spec.tied)):
+            first, end = piece.start - blocks.start, piece.stop - blocks.start
+            given = SpanOutputs(
+                hidden=grad,
+                hidden_states=grads.hidden_states[first : end - 1],
+                router_logits=tuple(routers[block] for block in piece if block in routers),
+            )
+            grad = self._through(piece, states[first], given)
+            if first and grads.hidden_states:
+                grad = grad + grads.hidden_states[first - 1].to(grad.dtype)
+            if first:
                 between()
         return grad
 
-    def _through(self, block: int, hidden: Tensor, grad: Tensor, grad_router: Tensor | None) -> Tensor:
+    def _through(self, piece: range, hidden: Tensor, grads: SpanOutputs) -> Tensor:
         inputs = dataclasses.replace(
-            self._inputs.take_blocks(range(block, block + 1), _leaf(hidden)),
-            collect_hidden=False,
-            collect_router=grad_router is not None,
+            self._inputs.take_blocks(piece, _leaf(hidden)),
+            collect_hidden=bool(grads.hidden_states),
+            collect_router=bool(grads.router_logits),
         )
         meter = GraphMeter(self._limit_bytes, self._weights)
         with torch.enable_grad(), meter.recording():
             outputs = self._runner.forward(inputs)
         if meter.is_over:
+            blocks = f"blocks {piece.start}:{piece.stop}" if len(piece) > 1 else f"block {piece.start}"
             raise CapacityError(
-                f"the graph of block {block} takes more than {self._limit_bytes} bytes for a batch of "
+                f"the graph of {blocks} takes more than {self._limit_bytes} bytes for a batch of "
                 f"{list(hidden.shape[:2])} tokens: send fewer rows at once, or use a server that allows more"
             )
-        pairs = [(outputs.hidden, grad)]
-        if grad_router is not None:
-            pairs.extend((logits, grad_router) for logits in outputs.router_logits)
         leaves = [leaf for leaf in (*inputs.adapters.tensors, *inputs.prefix) if leaf.requires_grad]
-        found = backward(pairs, [inputs.hidden, *leaves])
+        found = backward(paired(outputs, grads), [inputs.hidden, *leaves])
         add_gradients(self.gradients, leaves, found[1:])
         return torch.zeros_like(hidden) if found[0] is None else found[0]

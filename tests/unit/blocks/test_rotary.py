@@ -15,6 +15,7 @@ from swarm_plugins.blocks import Span, SpanInputs, StepInputs
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.compute.work import Step, choose_pack
 
 ORIGINAL, LONGEST = 16, 64
 KINDS: dict[str, dict[str, Any]] = {
@@ -73,6 +74,25 @@ def test_sessions_of_different_lengths_equal_a_model_of_their_own(directory: Pat
         for name, output in zip(("long", "short"), outputs, strict=True):
             # The same kernels on the same numbers in the same order.
             torch.testing.assert_close(output.hidden, expected[name][number], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "num_parts"), [(ORIGINAL, 2), (40, 5)])
+async def test_a_prompt_is_cut_only_where_all_parts_are_encoded_alike(
+    directory: Path, length: int, num_parts: int
+) -> None:
+    span = load_span(Checkpoint.open(str(directory)), BLOCKS)
+    hidden = states(1, length, WIDTH)
+    inputs = StepInputs(cache=span.new_cache(1, BLOCKS), blocks=BLOCKS, hidden=hidden)
+    step = Step(inputs, None, whole_beyond=span.spec.whole_beyond)
+    parts = []
+    while step.num_left:
+        [(_, num_tokens)] = choose_pack([step], 8)
+        parts.append(step.chunk(num_tokens))
+        step.add(parts[-1], span.step([parts[-1]])[0])
+    is_whole = span.spec.whole_beyond is not None and length > ORIGINAL
+    assert len(parts) == (1 if is_whole else num_parts)
+    [expected] = local_steps(directory, hidden, [length])
+    torch.testing.assert_close(step.result().hidden, expected, rtol=1e-5, atol=1e-5)
 
 
 def local_steps(directory: Path, hidden: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:

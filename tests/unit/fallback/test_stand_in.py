@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.book.record import PeerBook
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.fallback import stand_in as stand_in_module
 from swarm_plugins.fallback.stand_in import StandIn, _Hosted
 from swarm_plugins.testing import InProcessSwarm, save_tiny
 
@@ -140,6 +143,78 @@ async def test_servers_that_claim_other_blocks_by_turns_make_no_block_load_twice
         assert [block for one in chain for block in range(one.start, one.end)] == list(range(start, stop))
     assert sorted(loaded) == [0, 1, 2, 3]
     await stand_in.close()
+
+
+class Loading:
+    """Loads nothing, and holds the thread that would until the gate is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[_Hosted] = []
+        self.has_begun, self.gate, self.has_closed = threading.Event(), threading.Event(), threading.Event()
+        monkeypatch.setattr(StandIn, "_host", lambda _, blocks: self._host(blocks))
+
+    def _host(self, blocks: range) -> _Hosted:
+        self.has_begun.set()
+        self.gate.wait(30.0)
+        served = Mock(handlers={}, close=Mock(side_effect=self.has_closed.set))
+        self.made.append(_Hosted(f"here{len(self.made)}", blocks, served))
+        return self.made[-1]
+
+    async def cancelled(self, stand_in: StandIn) -> None:
+        """Asks for blocks, and gives up while they are loaded."""
+        task = asyncio.create_task(stand_in.stand_in(range(2)))
+        await asyncio.to_thread(self.has_begun.wait, 30.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_blocks_whose_caller_was_cancelled_are_there_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, stand_in = Loading(monkeypatch), StandIn(Mock(end=AsyncMock()), PeerBook(), Mock())
+    await loading.cancelled(stand_in)
+    loading.gate.set()
+    assert [one.peer for one in await stand_in.stand_in(range(2))] == ["here0"]
+    await stand_in.close()
+    assert [one.served.close.call_count for one in loading.made] == [1]  # type: ignore[attr-defined]
+
+
+async def test_blocks_that_come_after_the_end_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, stand_in = Loading(monkeypatch), StandIn(Mock(end=AsyncMock()), PeerBook(), Mock())
+    await loading.cancelled(stand_in)
+    await stand_in.close()
+    loading.gate.set()
+    assert await asyncio.to_thread(loading.has_closed.wait, 30.0)
+    assert not stand_in._hosted
+
+
+async def test_no_block_of_a_chain_is_freed_while_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(stand_in_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(stand_in_module, "time", SimpleNamespace(monotonic=lambda: now))
+    loading, book = Loading(monkeypatch), MagicMock()
+    book.__getitem__.return_value.ran_at = 0.0
+    server = Mock(ran_at=0.0)
+    book.records.return_value = {"server": server}
+    stand_in = StandIn(Mock(end=AsyncMock()), book, Mock())
+    loading.gate.set()
+    await stand_in.stand_in(range(1))
+    loading.gate.clear()
+    loading.has_begun.clear()
+    chain = asyncio.create_task(stand_in.stand_in(range(2)))
+    await asyncio.to_thread(loading.has_begun.wait, 30.0)
+    # Others run all the time, and many looks are taken, while the second block loads and right after.
+    now = server.ran_at = 1000.0
+    await many_looks()
+    loading.gate.set()
+    peers = {one.peer for one in await chain}
+    await many_looks()
+    assert peers == set(stand_in._hosted) == {"here0", "here1"}
+    await stand_in.close()
+
+
+async def many_looks() -> None:
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
 def test_without_it_missing_blocks_are_an_error(directory: Path) -> None:

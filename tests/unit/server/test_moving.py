@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from type_models import save_type
 
 from recipes.benchmarks.links.swarm import Place
 from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
@@ -189,6 +192,64 @@ def test_a_span_that_cannot_be_loaded_leaves_the_old_one(tiny_mixtral: Path) -> 
             assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
         remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         assert torch.isfinite(remote(PROMPT).logits).all()
+
+
+@pytest.mark.parametrize("fails", ["load", "serve"])
+def test_a_server_left_without_blocks_tries_until_it_has_the_old_ones_again(
+    tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+) -> None:
+    monkeypatch.setattr(moving, "_RELOAD_PAUSE_S", 0.0)
+    half: list[weakref.ref[Tensor]] = []
+    attempts: list[bool] = []
+    with MovingSwarm(tiny_mixtral, spans=SPANS) as swarm:
+        mover = swarm.movers[swarm.peers[0]]
+        load, add = mover.load, mover.spans.add
+
+        def failing_load(blocks: range) -> Span:
+            if blocks == range(2):
+                # What the first failure had loaded is not in memory any more.
+                attempts.append(all(one() is None for one in half))
+                if len(attempts) < 3:
+                    raise RuntimeError("CUDA error: unspecified launch failure")
+            elif fails == "load":
+                loaded = torch.ones(4)
+                half.append(weakref.ref(loaded))
+                raise OSError("Input/output error")
+            return load(blocks)
+
+        def failing_add(span: Span) -> None:
+            if fails == "serve" and span.blocks == range(2, 4):
+                raise CapacityError("no memory left")
+            add(span)
+
+        mover.load = failing_load
+        monkeypatch.setattr(mover.spans, "add", failing_add)
+        mover.service.describe(mobility="drops-first")
+        with pytest.raises(SwarmError, match="Input/output error" if fails == "load" else "no memory left"):
+            swarm.move(swarm.peers[0], 2, 4)
+        assert attempts == [True] * 3
+        assert len(half) == (fails == "load")
+        info = mover.service.info()
+        assert (info.start, info.end, info.state, info.target) == (0, 2, "online", None)
+        assert mover.service.spec.blocks == range(2)
+    assert caplog.text.count("blocks 0:2 cannot be served again, next attempt in 0 s: RuntimeError: CUDA error") == 2
+
+
+@pytest.mark.parametrize("mobility", ["loads-first", "drops-first"])
+def test_a_move_leaves_no_adapter_of_the_old_blocks(
+    tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch, mobility: str
+) -> None:
+    def preloaded(name: str, span: Span) -> LoadedAdapter:
+        return LoadedAdapter(digest=f"{name} on {span.blocks}", spec=AdapterSpec(modules=()), tensors=())
+
+    monkeypatch.setattr(moving, "preload_adapter", preloaded)
+    with MovingSwarm(tiny_mixtral, spans=SPANS) as swarm:
+        mover = swarm.movers[swarm.peers[0]]
+        mover.config = dataclasses.replace(mover.config, adapters=("one", "two"))
+        mover.service.adapters.publish(preloaded("one", mover.load(range(2))))
+        mover.service.describe(mobility=mobility)
+        swarm.move(swarm.peers[0], 2, 4)
+        assert [digest for _, digest in mover.service.adapters._held] == ["one on range(2, 4)", "two on range(2, 4)"]
 
 
 def test_an_adapter_that_cannot_be_read_again_costs_no_blocks(

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
+from fake_server import playing
 
 from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
+from swarm_plugins.server.service import Service
+from swarm_plugins.transport.server_info import InfoRequest
 
 FIXED_S, ROW_S = 0.040, 0.005
 
@@ -122,17 +126,27 @@ def test_number_of_sessions_is_bounded() -> None:
 
 def test_work_hangs_if_a_piece_takes_far_longer_than_the_last_ones_and_than_usual() -> None:
     busy = BusyMeter()
-    assert not busy.is_stuck(100.0, 0.0)
+    assert not busy.is_stuck(100.0, 0.0, 0.0)
     busy.begin(100.0)
-    assert not busy.is_stuck(104.0, 0.0)
-    assert busy.is_stuck(104.1, 0.0)
-    assert not busy.is_stuck(107.9, 2.0)
+    assert not busy.is_stuck(104.0, 0.0, 0.0)
+    assert busy.is_stuck(104.1, 0.0, 0.0)
+    assert not busy.is_stuck(107.9, 2.0, 0.0)
     busy.end(105.0)
-    assert not busy.is_stuck(200.0, 0.0)
+    assert not busy.is_stuck(200.0, 0.0, 0.0)
     busy.begin(200.0)
     # A piece of 5 s was seen.
-    assert not busy.is_stuck(219.9, 0.0)
-    assert busy.is_stuck(220.1, 0.0)
+    assert not busy.is_stuck(219.9, 0.0, 0.0)
+    assert busy.is_stuck(220.1, 0.0, 0.0)
+
+
+def test_a_long_prompt_that_runs_as_one_piece_is_no_hang() -> None:
+    busy = BusyMeter()
+    busy.begin(100.0, 16_384 * 4)
+    # At 10,000 tokens a second in a block it takes 6.6 s.
+    assert not busy.is_stuck(126.0, 0.01, 1e-4)
+    assert busy.is_stuck(127.0, 0.01, 1e-4)
+    busy.begin(127.0)
+    assert busy.is_stuck(127.0 + 4 * 27.0 + 0.1, 0.01, 1e-4)
 
 
 def test_many_pieces_one_after_another_are_not_one_that_hangs_and_old_pieces_are_forgotten() -> None:
@@ -141,5 +155,13 @@ def test_many_pieces_one_after_another_are_not_one_that_hangs_and_old_pieces_are
     for second in range(60, 400, 2):
         busy.begin(second)
     assert busy.share(400.0) > 0.99
-    assert not busy.is_stuck(400.0, 0.0)
-    assert busy.is_stuck(398.0 + 8.1, 0.0)
+    assert not busy.is_stuck(400.0, 0.0, 0.0)
+    assert busy.is_stuck(398.0 + 8.1, 0.0, 0.0)
+
+
+async def test_a_server_says_that_it_hangs_if_its_speed_was_measured(service: Service) -> None:
+    service.scheduler._thread.busy.begin(time.monotonic() - 100.0, 10_000)
+    async with playing(service) as ask:
+        for throughput, decode_s, state in ((0.0, 0.0, "online"), (1e6, 0.01, "stuck"), (1e2, 0.01, "online")):
+            service.describe(throughput=throughput, decode_s=decode_s)
+            assert getattr(await ask("rpc_info", InfoRequest()), "state", None) == state

@@ -16,6 +16,7 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.compute import scheduler as scheduler_module
 from swarm_plugins.server.compute import thread, work
 from swarm_plugins.server.compute.scheduler import Scheduler
+from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import RequestError
 
 BLOCKS = range(2, 6)
@@ -202,6 +203,32 @@ def test_decode_runs_between_the_blocks_of_a_training_item(runner: FakeRunner, s
     assert runner.events == ["block 2", "step", "block 3", "block 4", "block 5"]
     # The result is handed out before the compute thread has tidied up.
     asyncio.run(until(lambda: runner.on_block_boundary is None))
+
+
+def test_what_runs_tells_how_much_it_is(runner: FakeRunner, scheduler: Scheduler) -> None:
+    runner.blocks_may_end = threading.Semaphore(0)
+    seen: list[int] = []
+    at_boundary = runner.at_boundary
+
+    def noting() -> None:
+        at_boundary()
+        seen.append(scheduler._thread.busy.work)
+
+    runner.at_boundary = noting  # type: ignore[method-assign]
+
+    async def scene() -> None:
+        inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
+        work = scheduler.train(lambda: runner.forward(inputs), timeout_s=20, load=Load(50, len(BLOCKS)))
+        training = asyncio.create_task(work)
+        await until(lambda: runner.events)
+        step = asyncio.create_task(scheduler.step(step_of(runner, num_tokens=3, batch_size=2), timeout_s=20))
+        await until(lambda: scheduler.num_waiting == 2)
+        runner.blocks_may_end.release(4)
+        await asyncio.gather(step, training)
+
+    asyncio.run(scene())
+    # The step in the first gap between two blocks, with gaps of its own.
+    assert seen == [24, 24, 24, 200, 200, 200]
 
 
 def test_training_is_not_starved_by_steps(runner: FakeRunner, scheduler: Scheduler) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import msgspec
 import pytest
@@ -37,6 +38,23 @@ async def test_prefill_and_decode_share_one_session(service: Service, runner: Fa
         assert runner.open_caches[0].length == 6
     assert runner.open_caches == []
     assert len(service.sessions) == 0
+
+
+async def test_a_prompt_stays_whole_where_its_end_decides_how_all_is_encoded(
+    service: Service, runner: FakeRunner
+) -> None:
+    runner.spec = dataclasses.replace(FakeRunner.spec, whole_beyond=75)
+    async with playing(service) as (channel, _):
+        await ask(channel, OPEN)
+        await ask(channel, step_of(70, 0))
+        await ask(channel, step_of(10, 70))
+        await ask(channel, step_of(70, 0, ops=(CacheOp(kind="reset"),)))
+    assert runner.packs == [[(1, 64)], [(1, 6)], [(1, 10)], [(1, 64)], [(1, 6)]]
+    runner.packs.clear()
+    async with playing(service) as (channel, _):
+        await ask(channel, OPEN)
+        await ask(channel, step_of(80, 0))
+    assert runner.packs == [[(1, 80)]]
 
 
 async def test_sub_span_may_hold_longer_sessions(service: Service) -> None:

@@ -58,7 +58,21 @@ def save_adapter(model: Path, config: Any, directory: Path) -> Any:
     [
         pytest.param(LORA, id="lora-with-patterns"),
         pytest.param(LoraConfig(r=4, use_rslora=True, target_modules=["v_proj"]), id="rslora"),
+        pytest.param(
+            LoraConfig(
+                r=4,
+                target_modules=["q_proj", "v_proj"],
+                alpha_pattern={"model.layers.1.self_attn.q_proj": 3, r"^model\.layers\.2\..*v_proj": 5},
+            ),
+            id="lora-with-full-names",
+        ),
         pytest.param(IA3, id="ia3"),
+        pytest.param(
+            IA3Config(
+                target_modules=r".*\.(k_proj|down_proj)", feedforward_modules=r"model\.layers\.\d\.mlp\.down_proj"
+            ),
+            id="ia3-with-full-names",
+        ),
     ],
 )
 def test_preloaded_adapter_computes_what_peft_does(model: Path, span: Span, tmp_path: Path, config: Any) -> None:

@@ -73,6 +73,18 @@ def test_published_adapter_is_never_pushed_out() -> None:
     assert store.used_bytes == 40
 
 
+def test_what_the_host_withdraws_goes_unless_it_is_in_use() -> None:
+    store = AdapterStore(100, object_bytes=0)
+    for digest in ("kept", "used", "old"):
+        store.publish(adapter(digest))
+    store.put("alice", adapter("hers"))
+    with store.using("bob", ["used"]):
+        store.withdraw_all_but(["kept"])
+    assert held(store, "kept", "used", "old", "hers") == ["kept", "used", "hers"]
+    store.withdraw_all_but(["kept"])
+    assert held(store, "kept", "used", "old", "hers") == ["kept", "hers"]
+
+
 def test_a_digest_is_of_use_only_to_who_has_uploaded_it() -> None:
     store = AdapterStore(100, object_bytes=0)
     store.put("alice", adapter("a"))
