@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -230,10 +230,13 @@ def _variants(item: _Tuned) -> dict[str, Any]:
 
 
 def _hooked(tuned: Sequence[_Tuned], name: str) -> tuple[Any, ...] | None:
-    """Reads what PEFT passes to its layers for each row: adapter names, aLoRA's offsets. It does so by hooks."""
+    """Reads what PEFT passes to its layers for each row: adapter names, aLoRA's offsets. It does so by hooks.
+
+    The newest counts, as for PEFT's own layers: a forward that raises leaves its hooks behind.
+    """
     for item in tuned:
-        hooks: Mapping[int, Any] = vars(item.layer)["_forward_pre_hooks"]
-        for hook in hooks.values():
+        hooks: dict[int, Any] = vars(item.layer)["_forward_pre_hooks"]
+        for hook in reversed(hooks.values()):
             if isinstance(hook, functools.partial) and hook.keywords.get(name) is not None:
                 return tuple(hook.keywords[name])
     return None

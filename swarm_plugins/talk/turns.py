@@ -57,6 +57,12 @@ def context_tokens(model: Any) -> int:
     return int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS)
 
 
+def ends_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether a tokenizer itself ends each text, as ByT5's does."""
+    ids: list[int] = tokenizer("a", verbose=False)["input_ids"]
+    return ids[-1:] == [tokenizer.eos_token_id]
+
+
 class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-ignore]  # has no annotations
     """Writes finished words in the generating thread: Ctrl-C ends the answer and leaves no thread behind."""
 
@@ -169,8 +175,7 @@ class Conversation:
         if self.tokenizer.chat_template is None:
             text = "\n".join(turn["content"] for turn in turns)
             ids = self.tokenizer(text, verbose=False)["input_ids"]
-            # Tokenizers like ByT5's end each text; the answer has to continue it.
-            if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+            if len(ids) > 1 and ends_texts(self.tokenizer):  # the answer has to continue the text
                 ids = ids[:-1]
             return torch.tensor([ids])
         try:

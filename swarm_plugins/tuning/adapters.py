@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ _ALPHA = 32
 """At any rank, as the protocol has it: a learning rate fits all ranks (LoRA Without Regret, Schulman et al. 2025)."""
 _ATTENTION = ("attn", "attention", "mixer")
 _ROUTERS = ("router", "gate", "shared_expert_gate")
+_DRAWING = threading.Lock()
+"""Held while PEFT makes an adapter: it draws from the process's one generator, also for tensors that it then loads."""
 
 
 def new_lora(
@@ -115,14 +118,16 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
     model = twin(base)
     config = PeftConfig.from_pretrained(str(folder))
     if not is_trainable or not config.is_prompt_learning:
-        return load_adapter(model, folder, is_trainable=is_trainable, is_shared=True).eval()
+        with _DRAWING:
+            return load_adapter(model, folder, is_trainable=is_trainable, is_shared=True).eval()
     if config.peft_type != PeftType.PROMPT_TUNING and getattr(config, "prefix_projection", True):
         raise UnsupportedError(
             f"an adapter of type {config.peft_type.value} cannot be trained further: its file has what its encoder has "
             "made, and not the encoder; sample from it"
         )
     # PEFT itself loads soft prompts only to use them.
-    loaded = load_adapter(model, folder, is_shared=True)
+    with _DRAWING:
+        loaded = load_adapter(model, folder, is_shared=True)
     loaded.active_peft_config.inference_mode = False
     loaded.prompt_encoder.requires_grad_(True)
     return loaded.eval()
@@ -131,7 +136,7 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
 def _with_adapter(base: Any, config: PeftConfig, seed: int | None, check: Callable[[int], object] | None) -> PeftModel:
     if check is not None:
         check(_adapter_bytes(base, config))
-    with torch.random.fork_rng(devices=[]), without_tied_remark():
+    with _DRAWING, torch.random.fork_rng(devices=[]), without_tied_remark():
         if seed is None:
             torch.seed()
         else:

@@ -133,13 +133,8 @@ class CheckpointStore:
 
     def checkpoints(self, run: str) -> list[CheckpointFacts]:
         """Returns a run's checkpoints, the newest first; those that have expired are deleted."""
-        found = []
-        for kind in KINDS:
-            for folder in (self._folder(run) / kind).glob("[!.]*"):
-                facts = self._facts(folder)
-                if facts is not None:
-                    found.append(facts)
-        return sorted(found, key=lambda one: -one.saved)
+        found = map(self._facts, self._folders(run))
+        return sorted((one for one in found if one is not None), key=lambda one: -one.saved)
 
     def save(
         self,
@@ -215,8 +210,8 @@ class CheckpointStore:
         gone = folder.with_name(f".gone-{uuid.uuid4().hex}")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
-        if facts.run not in self._in_training:
-            self.end_run(facts.run)
+        if facts.run not in self._in_training and not any(self._folders(facts.run)):
+            shutil.rmtree(self._folder(facts.run), ignore_errors=True)
 
     def end_run(self, run: str) -> None:
         """Notes that a run is not in training any more, and deletes what is kept of it unless it has checkpoints."""
@@ -232,6 +227,10 @@ class CheckpointStore:
         if not _RUN.fullmatch(run):
             raise ConfigError(f"{printable(run[:100])!r} is not a run id")
         return self._root / "runs" / run
+
+    def _folders(self, run: str) -> Iterator[Path]:
+        """Yields the folders of a run's checkpoints, expired ones included."""
+        return (folder for kind in KINDS for folder in (self._folder(run) / kind).glob("[!.]*"))
 
     def _run(self, run: str) -> RunFacts | None:
         if not _RUN.fullmatch(run):

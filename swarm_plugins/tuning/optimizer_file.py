@@ -58,7 +58,8 @@ def _state(tensors: Mapping[str, Tensor], name: str, parameter: Tensor) -> dict[
     names = {part: f"{name}.{part}" for part in (_STEP, *_MOMENTS)}
     if tensors.keys().isdisjoint(names.values()):
         return {}
-    state = {part: tensors[key] for part, key in names.items()}
+    # As AdamW keeps them: moments with the parameter, the count of steps on the CPU.
+    state = {part: tensors[key] if part == _STEP else tensors[key].to(parameter.device) for part, key in names.items()}
     if any(state[moment].shape != parameter.shape for moment in _MOMENTS) or state[_STEP].ndim:
         raise CheckpointError(f"{_FILE}: {name} has another shape than the adapter")
     return state

@@ -57,7 +57,7 @@ class CacheStore:
         A cache that shares less than half of its own tokens is left to its conversation.
 
         Args:
-            key: Model, adapter and tenant.
+            key: Model with its adapter, and tenant.
             tokens: The prompt; its last token is never in a cache, since its logits are needed.
 
         Returns:

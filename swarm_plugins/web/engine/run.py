@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -92,7 +93,7 @@ class Run:
         if request.score_prompt:
             self._emit(PromptScored(self._scored(model, ids)))
         elif not is_prompt_learning(model):  # virtual tokens come first: PEFT makes the cache
-            cache, cached = self._caches.take(self._key, request.tokens)
+            cache, cached = self._caches.take(self._key(model), request.tokens)
             self._use(new_cache(model) if cache is None else cache)
         if not request.max_new_tokens:
             self._answers.finish()
@@ -117,7 +118,7 @@ class Run:
         servers = tuple(
             peer for remote in (remote_states(cache) if cache is not None else ()) for peer in remote.servers
         )
-        self._keep_cache(output)
+        self._keep_cache(model, output)
         return cached, servers
 
     def _settings(self, model: Any) -> Any:
@@ -137,9 +138,9 @@ class Run:
             return None
         return GrammarProcessor(grammar, self._tokenizer, prompt_tokens, self._request.n, self._answers.has_ended)
 
-    @property
-    def _key(self) -> tuple[str | None, str]:
-        return self._request.adapter, self._request.tenant
+    def _key(self, model: Any) -> Hashable:
+        # Not the adapter's name: one that was evicted and is loaded again may have another version.
+        return weakref.ref(model), self._request.tenant
 
     def _use(self, cache: Cache) -> None:
         """Sets the cache of this run; cancelling the run releases it."""
@@ -156,7 +157,7 @@ class Run:
             cache.batch_repeat_interleave(self._request.n)
         return ids.repeat(self._request.n, 1)
 
-    def _keep_cache(self, sequences: Tensor) -> None:
+    def _keep_cache(self, model: Any, sequences: Tensor) -> None:
         cache = self._cache
         with self._lock:
             self._cache = None  # it is not this run's any more
@@ -164,7 +165,7 @@ class Run:
                 return
         tokens = sequences[0, : cache.get_seq_length()].tolist()
         if len(tokens) == sequences.shape[1] - 1:
-            self._caches.put(self._key, tokens, cache)
+            self._caches.put(self._key(model), tokens, cache)
 
     def _scored(self, model: Any, ids: Tensor) -> tuple[Scored, ...]:
         """Scores the prompt ``[1, T]``; a token's probability is that which the tokens before it give it.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Request
 
-from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.errors import ConfigError, one_line, printable
 from swarm_plugins.tuning.tuner import AdamParams
 from swarm_plugins.web.protocol.errors import ApiError
 
 T = TypeVar("T")
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _MAX_METADATA_CHARS = 1 << 14
 _SHORTEST_S, _LONGEST_S = 3600, 10 * 366 * 86400
 
@@ -24,7 +25,7 @@ class LoraBody(Body, frozen=True, kw_only=True):
     """A LoRA's shape."""
 
     rank: int
-    seed: int | None = None
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -70,6 +71,9 @@ class SaveWeights(OfModel, frozen=True, kw_only=True):
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    """Of a sampler."""
+    age_encryption_recipients: list[str] | None = None
 
 
 class LoadWeights(Body, frozen=True, kw_only=True):
@@ -110,7 +114,7 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     """How tokens are drawn."""
 
     max_tokens: int | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: str | list[str | int] | None = None
     temperature: float = 1.0
     top_k: int = -1
@@ -183,6 +187,19 @@ def texts_of(metadata: dict[str, Any] | None) -> dict[str, str]:
     if length > _MAX_METADATA_CHARS:
         raise ConfigError(f"user_metadata has {length} characters: at most {_MAX_METADATA_CHARS} are kept")
     return found
+
+
+def check_saving(body: SaveWeights) -> None:
+    """Raises ConfigError if weights are asked for that this server does not save."""
+    if body.kind != "snapshot":
+        raise ConfigError(
+            f"kind is {printable(body.kind[:100])!r}, but samplers keep their weights here: use kind='snapshot', and "
+            "make a new sampler after a step"
+        )
+    if body.age_encryption_recipients is not None:
+        raise ConfigError(
+            "weights are not encrypted here: leave out age_encryption_recipients, and encrypt the files yourself"
+        )
 
 
 async def read(request: Request, kind: type[T]) -> T:

@@ -176,12 +176,12 @@ def _add_weights(router: APIRouter, service: TinkerService) -> None:
         async def save(request: Request) -> dict[str, Any]:
             body = await bodies.read(request, bodies.SaveWeights)
             session, training = service.sessions.training(tenant_of(request), body.model_id)
-            number = _number(body)
+            number, of_sampler = _number(body), _sampler_number(kind, body)
 
             async def work() -> Answer:
-                if kind == "sampler_weights" and body.path is None:
-                    model = await trainers.snapshot(training, number)
-                    sampler = service.add_sampler(session, body.sampling_session_seq_id or 0, model, None)
+                if of_sampler is not None:
+                    model = await trainers.snapshot(training, number, body)
+                    sampler = service.add_sampler(session, of_sampler, model, None)
                     return {"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"}
                 facts = await trainers.save(training, number, kind, body)
                 return {"path": facts.path, "type": path[1:]}
@@ -234,7 +234,7 @@ def _add_samplers(router: APIRouter, service: TinkerService) -> None:
         if body.sampling_session_id is None:
             raise ApiError("asample needs sampling_session_id: make a sampling client first", status=422)
         session, found = service.sessions.sampler(tenant, body.sampling_session_id)
-        same = (body.sampling_session_id, body.seq_id)
+        same = (body.sampling_session_id, _number(body, first=0))
         answer = await _submitted(service, request, session, same, lambda: service.sample(tenant, found, body))
         ids = [f"{answer['request_id']}:{index}" for index in range(max(0, min(body.num_samples, 1024)))]
         return {**answer, "sample_sequence_ids": ids}
@@ -254,8 +254,17 @@ async def _submitted(
     return {"request_id": request_id, "model_id": model_id}
 
 
-def _number(body: Any) -> int:
+def _number(body: Any, *, first: int = 1) -> int:
     number = body.seq_id
     if not isinstance(number, int):
-        raise ApiError("the request needs seq_id, a whole number from 1", status=422)
+        raise ApiError(f"the request needs seq_id, a whole number from {first}", status=422)
     return number
+
+
+def _sampler_number(kind: Kind, body: bodies.SaveWeights) -> int | None:
+    """Returns the number of the sampler that a request makes; None if it saves a checkpoint."""
+    if kind != "sampler_weights" or body.path is not None:
+        return None
+    if body.sampling_session_seq_id is None:
+        raise ApiError("the request needs path for a checkpoint, or sampling_session_seq_id for a sampler", status=422)
+    return body.sampling_session_seq_id

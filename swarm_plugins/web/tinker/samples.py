@@ -119,11 +119,11 @@ def response_of(samples: Drawn, body: Sample, targets: Any = None) -> bytes:
     """Returns a SampleResponse; ``targets`` is the Tensor of the tokens that the request names, if it does."""
     sequences = [_sequence(end, scored, body.topk_sample_logprobs) for end, scored in samples.samples]
     response = message("SampleResponse", sequences=sequences)
+    prompt = _last(samples.prompt, body.prompt_logprobs_last_n)
     if body.prompt_logprobs:
-        count = len(samples.prompt) if body.prompt_logprobs_last_n is None else body.prompt_logprobs_last_n
-        response.prompt_logprobs = _logprobs(samples.prompt, hidden=len(samples.prompt) - count)
+        response.prompt_logprobs = _logprobs(prompt)
     if body.topk_prompt_logprobs:
-        response.topk_prompt_logprobs.CopyFrom(_top(samples.prompt, body.topk_prompt_logprobs))
+        response.topk_prompt_logprobs.CopyFrom(_top(prompt, body.topk_prompt_logprobs))
     if targets is not None:
         response.target_prompt_logprobs.CopyFrom(targets)
     found: bytes = response.SerializeToString()
@@ -142,10 +142,15 @@ def _sequence(end: Finished, scored: Sequence[Scored], top: int) -> Any:
     return found
 
 
-def _logprobs(scored: Sequence[Scored], hidden: int = 0) -> bytes:
-    """Returns float32 values, NaN where none is known and at the first ``hidden`` ones."""
-    found = [None if index < hidden else one.logprob for index, one in enumerate(scored)]
-    return np.array([float("nan") if one is None else one for one in found], "<f4").tobytes()
+def _last(scored: Sequence[Scored], count: int | None) -> Sequence[Scored]:
+    """Hides the scores of all tokens but the last ``count``; None: of none."""
+    hidden = 0 if count is None else max(0, len(scored) - count)
+    return [*(Scored(one.token, None) for one in scored[:hidden]), *scored[hidden:]]
+
+
+def _logprobs(scored: Sequence[Scored]) -> bytes:
+    """Returns float32 values, NaN where none is known."""
+    return np.array([float("nan") if one.logprob is None else one.logprob for one in scored], "<f4").tobytes()
 
 
 def _top(scored: Sequence[Scored], count: int) -> Any:

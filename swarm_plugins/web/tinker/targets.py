@@ -19,6 +19,8 @@ from swarm_plugins.web.tinker.wire import float_bytes, tensor_of
 
 _NAME = "target_prompt_logprobs"
 _FLOAT32, _INT64 = 1, 2
+_NO_TOKEN = -1
+"""A cell that names none: its log probability is 0."""
 
 
 def target_datum(tokens: tuple[int, ...], body: TensorBody, bounds: TextBounds) -> Datum:
@@ -42,9 +44,10 @@ def target_datum(tokens: tuple[int, ...], body: TensorBody, bounds: TextBounds) 
     else:
         sparse = message("SparseCsr", values=data, crow_indices=starts, col_indices=columns)
         tensor = message("Tensor", sparse_csr=sparse, dtype=_INT64, shape=shape)
-    datum = Datum(torch.tensor(tokens[:-1]), {TARGETS: tensor_of(tensor, _NAME)})
-    check_datums([datum], LossCall.of("cross_entropy", {}), bounds)
-    return datum
+    text, targets = torch.tensor(tokens[:-1]), tensor_of(tensor, _NAME)
+    named = targets.masked_fill(targets == _NO_TOKEN, 0)
+    check_datums([Datum(text, {TARGETS: named})], LossCall.of("cross_entropy", {}), bounds)
+    return Datum(text, {TARGETS: targets})
 
 
 @torch.no_grad()
@@ -64,8 +67,9 @@ def target_logprobs(model: Any, datum: Datum) -> Tensor:
     for start in range(0, len(targets), length):
         part = ids[:, start : start + length]
         logits = model(input_ids=part, past_key_values=cache, use_cache=cache is not None).logits[0, -part.shape[1] :]
-        found.append(logits.float().log_softmax(-1).cpu().gather(1, targets[start : start + length]))
-    logprobs = torch.cat(found)
+        named = targets[start : start + length].clamp(min=0)
+        found.append(logits.float().log_softmax(-1).cpu().gather(1, named))
+    logprobs = torch.cat(found).masked_fill(targets == _NO_TOKEN, 0.0)
     if not bool(logprobs.isfinite().all()):
         raise NumericError("log probabilities are NaN or infinite: sample with an earlier checkpoint")
     return logprobs

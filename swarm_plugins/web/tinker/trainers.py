@@ -27,7 +27,15 @@ from swarm_plugins.tuning.optimizer_file import load_optimizer
 from swarm_plugins.tuning.snapshots import snapshot
 from swarm_plugins.tuning.tuner import Tuner
 from swarm_plugins.web.protocol.errors import ApiError
-from swarm_plugins.web.tinker.bodies import LoraBody, OptimizerBody, SaveWeights, adam_of, lifetime_of, texts_of
+from swarm_plugins.web.tinker.bodies import (
+    LoraBody,
+    OptimizerBody,
+    SaveWeights,
+    adam_of,
+    check_saving,
+    lifetime_of,
+    texts_of,
+)
 from swarm_plugins.web.tinker.leaving import finished
 from swarm_plugins.web.tinker.line import GapError
 from swarm_plugins.web.tinker.memory import Memory
@@ -174,6 +182,7 @@ class Trainers:
     async def save(self, training: Training, seq_id: int, kind: Kind, body: SaveWeights) -> CheckpointFacts:
         """Answers a save_weights of any kind, in its turn."""
         async with self._turn(training, seq_id):
+            check_saving(body)
             return await self._run(
                 training.facts.owner,
                 lambda: self.store.save(
@@ -187,9 +196,10 @@ class Trainers:
                 ),
             )
 
-    async def snapshot(self, training: Training, seq_id: int) -> Any:
+    async def snapshot(self, training: Training, seq_id: int, body: SaveWeights) -> Any:
         """Returns a model to sample from, as it is in the turn."""
         async with self._turn(training, seq_id):
+            check_saving(body)
             return await self._run(training.facts.owner, lambda: snapshot(training.tuner.model))
 
     async def reload(self, training: Training, seq_id: int, path: str, *, with_optimizer: bool) -> None:

@@ -213,6 +213,19 @@ def test_names_for_rows() -> None:
     assert read(batch_size=4).rows is None
 
 
+def test_names_left_by_a_forward_that_failed_are_not_read() -> None:
+    read = Reading(lora())
+    read.model.add_adapter("more", lora(r=2))
+    read.model.eval()
+    failed = read.model.base_model._enable_peft_forward_hooks(adapter_names=["more", "default"])
+    with pytest.raises(RuntimeError, match="a server is gone"), failed:
+        raise RuntimeError("a server is gone")
+    with read.model.base_model._enable_peft_forward_hooks(adapter_names=["default", "more"]):
+        use = read(batch_size=2)
+    assert use.rows == (0, 1)
+    assert [adapter.spec.modules[0].shapes[0] for adapter in use.adapters] == [(4, 32), (2, 32)]
+
+
 def test_an_inactive_adapter_may_stay_trainable() -> None:
     read = Reading(lora())
     read.model.add_adapter("more", lora())

@@ -48,6 +48,13 @@ def test_the_answer_continues_a_text_that_the_tokenizer_ends() -> None:
     assert plain._tokens(plain.turns).tolist() == [[ord("a") + 3, ord("b") + 3]]
 
 
+def test_an_end_in_the_text_itself_stays() -> None:
+    tokenizer = tiny_tokenizer()
+    plain = Conversation(tiny_model("llama"), tokenizer, max_new_tokens=1)
+    turns = [{"role": "user", "content": f"ab{tokenizer.eos_token}"}]
+    assert plain._tokens(turns)[0, -1] == tokenizer.eos_token_id
+
+
 def test_oldest_turns_are_forgotten_when_the_model_cannot_read_more() -> None:
     talked = conversation(max_new_tokens=2)  # of 512 that it reads
     for number in range(4):

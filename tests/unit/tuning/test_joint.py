@@ -174,6 +174,24 @@ def test_a_pass_that_breaks_is_computed_apart(base: Any, monkeypatch: pytest.Mon
         torch.testing.assert_close(one, before + added, rtol=1e-5, atol=1e-6)
 
 
+def test_after_a_pass_that_breaks_rows_take_their_own_adapters(folders: dict[str, Path], swarm: InProcessSwarm) -> None:
+    base = AutoSwarmModelForCausalLM.from_pretrained(folders["mixtral"], connection=swarm.connection).eval()
+    models = tuners(base)
+    first, second = (Call(models[number], [text(number, 6)], CROSS_ENTROPY) for number in range(2))
+    alone = [call.tuner.compute(call.datums, call.loss, backward=False) for call in (second, first)]
+    joint = Joint(base)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a server is gone")
+
+    hook = joint._with(models[:2]).model.get_output_embeddings().register_forward_pre_hook(broken)
+    assert not any(isinstance(one, Exception) for one in joint.compute([first, second], backward=False))
+    hook.remove()
+    assert not joint._copy.names  # where PEFT has left its hooks
+    for one, wanted in zip(joint.compute([second, first], backward=False), alone, strict=True):
+        assert_alike(one, wanted)
+
+
 def test_what_has_no_rows(folders: dict[str, Path]) -> None:
     dense = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
     mixture = AutoModelForCausalLM.from_pretrained(folders["mixtral"]).eval()

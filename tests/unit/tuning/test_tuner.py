@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -19,10 +20,11 @@ from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
 from swarm_plugins.testing import save_tiny
+from swarm_plugins.tuning import adapters
 from swarm_plugins.tuning.adapters import new_adapter, new_lora
-from swarm_plugins.tuning.checkpoints import CheckpointStore, LoraShape, RunFacts
+from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
-from swarm_plugins.tuning.optimizer_file import load_optimizer
+from swarm_plugins.tuning.optimizer_file import load_optimizer, save_optimizer
 from swarm_plugins.tuning.snapshots import own_bytes, snapshot
 from swarm_plugins.tuning.tuner import AdamParams, Tuner
 
@@ -139,6 +141,45 @@ def test_the_same_seed_is_the_same_start(base: Any) -> None:
     assert any(
         not torch.equal(one, two) for one, two in zip(first.parameters.values(), other.parameters.values(), strict=True)
     )
+
+
+class _Noted:
+    """A lock that sets an event when somebody has to wait for it."""
+
+    def __init__(self, waits: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._waits = waits
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_seed_is_the_same_start_while_another_model_is_made(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Tuner(new_lora(base, rank=2, seed=1)).parameters
+    goes_on, is_made = threading.Event(), threading.Event()
+    others: list[Future[Any]] = []
+
+    def made(*given: Any) -> Any:
+        if not others:  # the first one, whose seed is set
+            others.append(threads.submit(new_lora, base, rank=2, seed=2))
+            assert goes_on.wait(60)
+        elif not is_made.is_set():  # the other one has set its own meanwhile
+            goes_on.set()
+            assert is_made.wait(60)
+        return get_peft_model(*given)
+
+    monkeypatch.setattr(adapters, "_DRAWING", _Noted(goes_on))
+    monkeypatch.setattr(adapters, "get_peft_model", made)
+    with ThreadPoolExecutor(1) as threads:
+        found = Tuner(new_lora(base, rank=2, seed=1)).parameters
+        is_made.set()
+        others[0].result(60)
+    assert all(torch.equal(one, found[name]) for name, one in wanted.items())
 
 
 @pytest.mark.parametrize(
@@ -343,6 +384,19 @@ def test_a_run_that_has_ended_goes_with_its_last_checkpoint(base: Any, tmp_path:
     assert not list((tmp_path / "runs").iterdir())
 
 
+def test_hundreds_of_checkpoints_expire_at_once(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).add_run(facts())
+    for number in range(300):  # more than calls can be within each other, a few for each
+        one = CheckpointFacts(run=RUN, kind="weights", name=f"{number}", step=1, saved=1.0, expires=2.0)
+        folder = tmp_path / "runs" / RUN / one.kind / one.name
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.json").write_bytes(msgspec.json.encode(one))
+    store = CheckpointStore(tmp_path, clock=lambda: 3.0)
+    assert not store.checkpoints(RUN)
+    assert not store.runs("")
+    assert not list((tmp_path / "runs").iterdir())
+
+
 def test_a_checkpoint_of_a_run_that_ends_meanwhile_is_not_kept(
     base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +410,23 @@ def test_a_checkpoint_of_a_run_that_ends_meanwhile_is_not_kept(
     with pytest.raises(CheckpointError, match="was not kept: its run has ended meanwhile"):
         store.save(tuner, facts(), "weights", "a")
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_the_optimizer_goes_on_where_the_parameters_are(tmp_path: Path) -> None:
+    stepped, resumed = Tuner(nn.Linear(2, 2)), Tuner(nn.Linear(2, 2, device="meta"))
+    for tuner in (stepped, resumed):
+        for parameter in tuner.parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+    stepped.optimizer.step()
+    save_optimizer(stepped, tmp_path)
+    load_optimizer(resumed, tmp_path)
+    resumed.optimizer.step()
+    for state in resumed.optimizer.state.values():
+        assert {name: one.device.type for name, one in state.items()} == {
+            "step": "cpu",
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
 
 
 def test_the_optimizer_of_another_adapter_is_refused(base: Any, tmp_path: Path) -> None:

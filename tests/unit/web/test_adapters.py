@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import threading
@@ -19,10 +20,13 @@ from web_kit import MESSAGES, client_of, expected, served
 
 from swarm_plugins import insert_module, load_adapter, load_offloaded
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
+from swarm_plugins.talk.sampling import Sampling
 from swarm_plugins.testing import save_tiny
 from swarm_plugins.web import ApiSettings, create_app
 from swarm_plugins.web import app as app_module
+from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import Models, UnknownModelError, twin
+from swarm_plugins.web.engine.request import Done, Generation
 from swarm_plugins.web.protocol.errors import api_error
 
 
@@ -119,6 +123,28 @@ def test_only_what_is_in_memory_is_listed(model: Any, tokenizer: Any, adapters: 
             assert client.models.retrieve(name).id == name
         with pytest.raises(openai.NotFoundError, match="the first request that names it loads it"):
             client.models.retrieve("tiny:nobody/nothing")
+
+
+def test_what_an_earlier_version_has_cached_is_not_used(tiny: Path, tokenizer: Any) -> None:
+    models = Models(
+        AutoModelForCausalLM.from_pretrained(tiny).eval(),
+        "tiny",
+        lambda copied, _: copied,
+        max_adapters=1,
+        load_unknown=True,
+    )
+    tokens = tuple(tokenizer("a text of more than sixteen letters")["input_ids"])
+
+    async def cached() -> list[int]:
+        engine = Engine(models, tokenizer, ApiSettings())
+        found = []
+        for adapter in ("user/a", "user/a", "user/b", "user/a"):  # there is room for one
+            asked = Generation(tokens=tokens, max_new_tokens=1, sampling=Sampling(), adapter=adapter)
+            found += [one.cached_tokens async for one in engine.generate(asked) if isinstance(one, Done)]
+        engine.close()
+        return found
+
+    assert asyncio.run(cached()) == [0, len(tokens) - 1, 0, 0]
 
 
 def test_adapters_given_at_the_start_stay(model: Any) -> None:

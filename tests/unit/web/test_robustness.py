@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from transformers import ByT5Tokenizer
 from web_kit import client_of, served
 
 from swarm_plugins.testing import InProcessSwarm
@@ -409,6 +410,16 @@ def test_one_of_several_keys_cannot_hold_all_runs(keys: tuple[str, ...], most: i
     assert ApiSettings(api_keys=keys).most_of_a_key == most
     assert ApiSettings(api_keys=keys, max_running=1).most_of_a_key == 1
     assert ApiSettings(api_keys=keys, max_running_per_key=2).most_of_a_key == 2
+
+
+async def test_a_prompt_loses_only_the_end_that_the_tokenizer_adds(tokenizer: Any) -> None:
+    models: Any = SimpleNamespace(base=tiny_model("llama"))
+    ending = ByT5Tokenizer(extra_ids=0)
+    letters = [ord("a") + 3, ord("b") + 3]
+    assert await Prompts(Engine(models, ending, ApiSettings())).of_text("ab", tenant="") == letters
+    whole = tokenizer("ab</s>")["input_ids"]
+    assert whole[-1] == tokenizer.eos_token_id
+    assert await Prompts(Engine(models, tokenizer, ApiSettings())).of_text("ab</s>", tenant="") == whole
 
 
 async def test_long_texts_of_a_key_keep_no_other_from_its_turn() -> None:

@@ -463,6 +463,16 @@ def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
     assert training.optim_step(types.AdamParams()).result()
 
 
+def test_weights_that_this_server_does_not_make_are_refused_in_their_turn(client: Any) -> None:
+    training = client.create_lora_training_client(base_model=NAME, rank=2).result()
+    with pytest.raises(tinker.RequestFailedError, match="weights are not encrypted here: leave out age_encryption_rec"):
+        training.save_weights_external("out", age_encryption_recipients=["age1xyz"]).result()
+    with pytest.raises(tinker.RequestFailedError, match="kind is 'inflight', but samplers keep their weights here"):
+        training.save_weights_and_get_sampling_client(kind="inflight").result()
+    # Their numbers are used up: what comes after them does not wait for them.
+    assert training.save_weights_external("out").result()
+
+
 def test_a_checkpoint_of_another_base_is_refused(plain: Any, tokenizer: Any, tiny: Path, tmp_path: Path) -> None:
     with serving(plain, tokenizer, tmp_path) as url, client_at(url) as client:
         training = client.create_lora_training_client(base_model=NAME, rank=2).result()

@@ -163,6 +163,20 @@ def test_forward_backward_takes_protobuf_only(http: httpx2.Client) -> None:
         assert 400 <= response.status_code < 500, response.text
 
 
+@pytest.mark.parametrize(
+    ("route", "missing"), [("asample", "seq_id"), ("save_weights_for_sampler", "sampling_session_seq_id")]
+)
+def test_a_request_without_its_number_is_not_another_one(route: str, missing: str, http: httpx2.Client) -> None:
+    session = begin(http)
+    for other in ("create_model", "create_sampling_session"):
+        answered(http, http.post(f"/{other}", json=bodies(session)[other]))
+    body = bodies(session)[route]
+    del body[missing]
+    response = http.post(f"/{route}", json=body)
+    assert response.status_code == 422
+    assert missing in response.text
+
+
 @pytest.mark.parametrize("route", ["forward_backward", "optim_step"])
 def test_calls_that_wait_for_another_are_bounded_by_their_bytes(
     route: str, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,9 @@
-"""What a request for samples may ask of the engine, and how many of a key ask it at once."""
+"""What a request for samples may ask of the engine, what it gets, and how many of a key ask it at once."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,17 +11,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.web.engine.request import Finished, Generation
-from swarm_plugins.web.tinker.bodies import Sample
-from swarm_plugins.web.tinker.samples import Draws, generation_of
+from swarm_plugins.web.engine.request import Finished, Generation, Scored
+from swarm_plugins.web.tinker.bodies import CreateModel, Sample
+from swarm_plugins.web.tinker.groups import Drawn
+from swarm_plugins.web.tinker.messages import parsed
+from swarm_plugins.web.tinker.samples import Draws, generation_of, response_of
+
+
+def sample(params: dict[str, Any], **more: Any) -> Sample:
+    body = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": params, **more}
+    return msgspec.json.decode(json.dumps(body), type=Sample)
 
 
 def generation(stop: Any) -> Generation:
-    body = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"stop": stop}}
-    return generation_of(msgspec.convert(body, Sample), adapter=None, tenant="anna", context=64, vocabulary=128)
+    return generation_of(sample({"stop": stop}), adapter=None, tenant="anna", context=64, vocabulary=128)
 
 
 def test_stops_are_texts_and_tokens() -> None:
@@ -42,6 +50,27 @@ def test_stops_are_texts_and_tokens() -> None:
 def test_stops_are_bounded(stop: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         generation(stop)
+
+
+@pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1, 10**400])
+def test_a_seed_has_64_bits(seed: int) -> None:
+    config = {"rank": 1, "seed": seed}
+    model = {"session_id": "a", "model_seq_id": 0, "base_model": "b", "lora_config": config}
+    with pytest.raises(msgspec.ValidationError, match=r"seed`"):
+        sample({"seed": seed})
+    with pytest.raises(msgspec.ValidationError, match=r"seed`"):
+        msgspec.json.decode(json.dumps(model), type=CreateModel)
+
+
+@pytest.mark.parametrize(("count", "num_known"), [(None, 3), (1, 1), (2, 2), (9, 3)])
+def test_scores_of_the_last_tokens_of_a_prompt(count: int | None, num_known: int) -> None:
+    prompt = (Scored(5, None), *(Scored(token, -1.0, ((7, -0.5), (token, -1.0))) for token in (6, 8, 9)))
+    asked = sample({}, prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=count)
+    found = parsed("SampleResponse", response_of(Drawn((), prompt), asked), 64)
+    logprobs = np.frombuffer(found.prompt_logprobs, "<f4")
+    top = np.frombuffer(found.topk_prompt_logprobs.logprobs, "<f4").reshape(4, 2)
+    assert (~np.isnan(logprobs)).tolist() == [False] * (4 - num_known) + [True] * num_known
+    assert top.tolist() == [[-99999.0] * 2] * (4 - num_known) + [[-0.5, -1.0]] * num_known
 
 
 @pytest.mark.anyio

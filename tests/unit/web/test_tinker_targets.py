@@ -10,9 +10,10 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from swarm_plugins.errors import NumericError
-from swarm_plugins.tuning.datums import Datum
-from swarm_plugins.web.tinker.targets import target_logprobs
+from swarm_plugins.errors import ConfigError, NumericError
+from swarm_plugins.tuning.datums import Datum, TextBounds
+from swarm_plugins.web.tinker.bodies import TensorBody
+from swarm_plugins.web.tinker.targets import target_datum, target_logprobs
 
 TEXT = Datum(torch.arange(5, 15), {"target_tokens": torch.arange(30).view(10, 3)})
 
@@ -36,6 +37,18 @@ def test_a_prompt_is_scored_piece_by_piece(model: Any, monkeypatch: pytest.Monke
     found = target_logprobs(model, TEXT)
     assert rows == [4, 4, 2]
     torch.testing.assert_close(found, wanted(model), rtol=1e-4, atol=1e-5)
+
+
+def test_cells_without_a_token_are_0(model: Any) -> None:
+    named = TEXT.inputs["target_tokens"].clone()
+    named[3, 1] = named[9] = -1
+    tokens, bounds = (*range(5, 15), 4), TextBounds(64, 128)
+    body = TensorBody(data=named.flatten().tolist(), shape=[10, 3])
+    found = target_logprobs(model, target_datum(tokens, body, bounds))
+    torch.testing.assert_close(found, wanted(model).masked_fill(named == -1, 0.0), rtol=1e-4, atol=1e-5)
+    for odd in (-2, 128):
+        with pytest.raises(ConfigError, match="target_tokens has ids outside of the vocabulary, 0 to 127"):
+            target_datum(tokens, TensorBody(data=[odd] * 10, shape=[10, 1]), bounds)
 
 
 def test_a_prompt_after_virtual_tokens_is_scored_whole(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
