@@ -1,6 +1,7 @@
 """Keeps the weights of blocks in few bits.
 
-Activations, norms, routers of one output and caches stay as they are; gradients flow to activations and adapters.
+Activations, norms, routers, tiny layers, layers whose weight is read by the module around them, and caches stay as they
+are; gradients flow to activations and adapters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.moe.table import FEW_APART
 from swarm_plugins.weights.experts import quantize_experts
-from swarm_plugins.weights.linears import arranged, is_large_enough, packed
+from swarm_plugins.weights.linears import arranged, may_be_packed, packed
 from swarm_plugins.weights.names import GEMV, HALVES, HOSTED_WIDTHS, QUANTIZATIONS
 
 
@@ -44,7 +45,8 @@ def arrange_block(block: nn.Module, kernel: str) -> None:
 
 def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yields what holds most of a block's weights, with its name and the module that it is in."""
-    for parent in list(block.modules()):
+    for path, parent in list(block.named_modules()):
         for name, child in list(parent.named_children()):
-            if (type(child) is nn.Linear and is_large_enough(child)) or is_fused_experts(child):
+            is_linear = type(child) is nn.Linear and may_be_packed(f"{path}.{name}", child)
+            if is_linear or is_fused_experts(child):
                 yield parent, name, child

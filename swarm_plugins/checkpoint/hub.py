@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
 _CONFIG_FILE = "config.json"
+_WEIGHTS = (".safetensors", ".gguf")
 _MAX_SMALL_BYTES = 500_000_000
 """Largest file without weights that is downloaded: more than any index has."""
 
@@ -110,7 +111,7 @@ class HubFiles:
             endpoint=self._endpoint,
             etag_timeout=_ANSWER_S,
         )
-        if not file.endswith(".safetensors"):
+        if not file.endswith(_WEIGHTS):
             num_bytes = download(dry_run=True).file_size or 0
             if num_bytes > _MAX_SMALL_BYTES:
                 raise CheckpointError(

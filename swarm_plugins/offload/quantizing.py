@@ -72,7 +72,8 @@ def quantize_checkpoint(
     """Writes a directory that [`load_offloaded`][swarm_plugins.load_offloaded] loads.
 
     The same model gives the same bytes. Meanwhile the rest of the model and one expert are in memory. Where 16 bits are
-    asked for, wider weights become bfloat16; norms, routers and biases stay as they are.
+    asked for, wider weights become bfloat16; norms, routers, biases, and layers whose weight the module around them
+    reads, as Mamba's ``dt_proj``, stay as they are.
 
     Args:
         name_or_dir: A directory, or the id of a repository on the Hub.
@@ -141,7 +142,7 @@ class _LayerFormat:
         self._is_turned = moe.is_transposed[layer] and bits != 16
         plain = turned(self._source) if self._is_turned else self._source
         if bits == 16:
-            plain = BufferLayout.of([(one.name, half_type(one.dtype), one.shape) for one in plain.tensors])
+            plain = _with_half_weights(plain)
         self._format = None if bits == 16 else QuantizedFormat(plain, bits, _CPU)
         self._stored = plain if self._format is None else self._format.stored
         self._index = layer
@@ -184,6 +185,14 @@ class _LayerFormat:
                 view.copy_(tensors[name])
             yield expert_tensor(*key), target
             bar.update(1)
+
+
+def _with_half_weights(layout: BufferLayout) -> BufferLayout:
+    """Returns a layout with weights in 16 bits; biases, of one dimension, as they are."""
+    specs = [
+        (one.name, half_type(one.dtype) if len(one.shape) == 2 else one.dtype, one.shape) for one in layout.tensors
+    ]
+    return BufferLayout.of(specs)
 
 
 def _write_experts(moe: MoeCheckpoint, formats: dict[int, _LayerFormat], work: Path, progress: bool) -> dict[str, str]:

@@ -25,6 +25,8 @@ _MAX_NAMES = 1 << 14
 _MAX_PATTERNS = 1 << 11
 _FEW_PATTERNS = 1 << 7
 """PEFT tries every key on every module, and compiles it each time if ``re`` does not remember so many."""
+_MAX_WORK = 1 << 23
+"""Steps that the expressions of a setting may take together: some seconds."""
 
 
 def replace_expressions(config: Any, label: str, model: nn.Module) -> None:
@@ -69,9 +71,28 @@ def _overridden(values: dict[str, Any], names: Sequence[str], what: str) -> dict
     _check_count(values, what)
     if all(map(is_plain, values)):
         return values if len(values) <= _FEW_PATTERNS else _named(values, names)
-    targets = [(_target(rf"(.*\.)?({pattern})$", what), value) for pattern, value in values.items()]
-    firsts = ((name, next((value for one, value in targets if one.matches(name)), None)) for name in names)
-    return {name: value for name, value in firsts if value is not None}
+    found: dict[str, Any] = {}
+    work = 0
+    # One after the other: an automaton can take megabytes.
+    for pattern, value in values.items():
+        matched, steps = _ends(pattern, [name for name in names if name not in found], what)
+        found.update(dict.fromkeys(matched, value))
+        work += steps
+        if work > _MAX_WORK:
+            raise UnsupportedError(
+                f"{what} has {len(values)} entries, whose expressions together take more than {_MAX_WORK} steps to "
+                "match: name the modules instead"
+            )
+    return {name: found[name] for name in names if found.get(name) is not None}
+
+
+def _ends(pattern: str, names: Sequence[str], what: str) -> tuple[list[str], int]:
+    """Returns the names whose end an expression matches, and the steps that this took; one for a name takes none."""
+    literal = pattern.removesuffix("$").replace(r"\.", ".")
+    if is_plain(literal.removeprefix("^")):
+        return [name for name in names if literal in (name, f"^{name}") or name.endswith(f".{literal}")], 0
+    target = _target(rf"(.*\.)?({pattern})$", what)
+    return [name for name in names if target.matches(name)], target.work
 
 
 def _named(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint.hollow import hollow_tensor
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.weights.choice import format_of, kernel_for
 from swarm_plugins.weights.formats.plain import PlainFormat
 from swarm_plugins.weights.kernel import EncodingKernel, Kernel, multiply
@@ -23,7 +22,10 @@ from swarm_plugins.weights.widths import Width
 # A layer with fewer features on a side, such as the gate of a shared expert, saves nothing and would lose the most.
 MIN_FEATURES = 32
 _ROUTERS = ("gate", "router")
-"""Names of routers next to ``experts``; a rounded router would choose other experts."""
+"""Names of routers; a rounded one would choose other experts."""
+_READ_BY_OWNERS = ("dt_proj", "weights_proj")
+"""Names of layers whose ``weight`` the module around them multiplies by or casts to: in Mamba and DeepSeek-V3.2."""
+_WIDE = frozenset((*_ROUTERS, *_READ_BY_OWNERS))
 
 
 def tensor_name(part: str) -> str:
@@ -122,23 +124,26 @@ class PackedLinear(nn.Linear):
 
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Returns by name the linear layers that may be in few bits: all but the output head, routers and tiny ones."""
+    """Returns by name the linear layers that may be in few bits: all that `may_be_packed` but the output head."""
     head: Any = model.get_output_embeddings()
-    left_out = {id(head)}
-    for module in model.modules():
-        if any(is_fused_experts(child) for child in module.children()):
-            routers = [getattr(module, name, None) for name in _ROUTERS]
-            left_out.update(id(part) for router in routers if router is not None for part in router.modules())
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and id(module) not in left_out and is_large_enough(module)
+        if type(module) is nn.Linear and module is not head and may_be_packed(name, module)
     }
 
 
-def is_large_enough(linear: nn.Linear) -> bool:
-    """Returns whether fewer bits would save anything."""
-    return min(linear.in_features, linear.out_features) >= MIN_FEATURES
+def may_be_packed(path: str, linear: nn.Linear) -> bool:
+    """Returns whether a linear layer gains by a `PackedLinear`: not a tiny one, nor one that `stays_wide`."""
+    return min(linear.in_features, linear.out_features) >= MIN_FEATURES and not stays_wide(path)
+
+
+def stays_wide(path: str) -> bool:
+    """Returns whether a linear layer with this path in a block or a model needs its plain weight.
+
+    It is of a router, or the module around it reads the weight.
+    """
+    return not _WIDE.isdisjoint(path.split("."))
 
 
 def wide_weight(linear: nn.Linear) -> Tensor:

@@ -24,7 +24,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swarm_plugins.testing import InProcessSwarm
-from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.testing.models import FAMILIES, save_tiny
 
 Packed = tuple[dict[str, Tensor], Tensor]
 """Tensors by what stands in the place of ``weight``, and the weight that their library makes of them."""
@@ -196,13 +196,17 @@ WAYS = {
     "bnb-int8": Way({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bnb8, "bnb-int8"),
 }
 # Widths that are multiples of 32, which share a scale.
+_WHOLE_GROUPS: dict[str, object] = {"mamba_dt_rank": 8}
 _GPT_OSS: dict[str, object] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
 
 
 def save_published(way: str, family: str, directory: Path) -> tuple[Path, Path]:
     """Saves a toy as it would be published, and its widened twin; returns both directories."""
     toy, packed, twin = (directory / name for name in ("toy", "packed", "twin"))
-    save_tiny(family, toy)
+    if family in FAMILIES:
+        save_tiny(family, toy)
+    else:
+        save_toy(family, toy, **_WHOLE_GROUPS)
     torch.manual_seed(0)
     tensors, wide = {}, {}
     for name, tensor in load_file(toy / "model.safetensors").items():
@@ -215,7 +219,7 @@ def save_published(way: str, family: str, directory: Path) -> tuple[Path, Path]:
 
 def _packed(pack: Callable[[Tensor], Packed], name: str, tensor: Tensor) -> Packed:
     is_router = name.endswith((".gate.weight", ".router.weight"))
-    if tensor.ndim != 2 or ".layers." not in name or is_router:
+    if tensor.ndim != 2 or ".layers." not in name or not name.endswith("weight") or is_router:
         return {name: tensor}, tensor
     parts, wide = pack(tensor)
     prefix = name.removesuffix("weight")

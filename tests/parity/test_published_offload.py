@@ -37,6 +37,8 @@ IDS = tokens(2, 9)
 SAVERS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     **{f"mixtral-{way}": lambda place, way=way: save_published(way, "mixtral", place) for way in WAYS},
     "deepseek_v3-fp8": lambda place: save_published("fp8", "deepseek_v3", place),
+    # Its mixer multiplies by the weight of a linear layer itself.
+    "jamba-fp8": lambda place: save_published("fp8", "jamba", place),
     "mixtral-mixed": lambda place: save_mixed(place, "mixtral"),
     "gpt_oss-mxfp4": save_mxfp4,
     "qwen3_moe-fp8-fused": save_fused_fp8,
@@ -57,6 +59,7 @@ FAST = {
     "mixtral-awq",
     "mixtral-bnb-nf4-nested",
     "mixtral-bnb-int8",
+    "jamba-fp8",
     "mixtral-mixed",
     "deepseek_v3-fp8",
     "gpt_oss-mxfp4",

@@ -290,6 +290,9 @@ def _yarn(stated: _Stated, base: float, factor: float) -> dict[str, Any]:
 
 def _llama3(base: float, head_dim: int, divisors: torch.Tensor) -> dict[str, Any] | None:
     """Returns the scaling of Llama 3 that divides the frequencies in this way; None if there is none."""
+    # Before anything of this size is made: head_dim is not compared with a tensor yet.
+    if divisors.shape != (math.ceil(head_dim / 2),) or not divisors.numel():
+        return None
     factor = float(divisors.max())
     if not math.isfinite(factor) or factor < 1:
         return None
@@ -297,6 +300,6 @@ def _llama3(base: float, head_dim: int, divisors: torch.Tensor) -> dict[str, Any
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     smooth = ((_LLAMA3["original_max_position_embeddings"] * turns - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
+    if not torch.allclose(divisors, expected, rtol=1e-3):
         return None
     return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **_LLAMA3}

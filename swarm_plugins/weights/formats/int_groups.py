@@ -118,8 +118,9 @@ class GptqFormat(IntGroups):
 
     def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
         codes = _unpack(parts["codes"].T, self.bits)[:, : self.shape[1]]
-        zeros = _unpack(parts["zeros"], self.bits)[:, : self.shape[0]].T
-        return codes, zeros + self.zero_offset, parts["scales"].T
+        # Added to whole words, as it was taken off them: a zero of 0 borrowed from the one beside it.
+        words = parts["zeros"] + self.zero_offset * _ones(self.bits)
+        return codes, _unpack(words, self.bits)[:, : self.shape[0]].T, parts["scales"].T
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,11 @@ class AwqFormat(IntGroups):
             for name in ("codes", "zeros")
         )
         return codes, zeros, parts["scales"].T
+
+
+def _ones(bits: int) -> int:
+    """Returns the word whose codes are all 1."""
+    return ((1 << _WORD_BITS) - 1) // ((1 << bits) - 1)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:

@@ -19,7 +19,7 @@ from swarm_plugins.weights.choice import kernel_for
 from swarm_plugins.weights.experts import PackedExperts, run_packed
 from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.stacked import StackedFormat
-from swarm_plugins.weights.linears import PackedLinear
+from swarm_plugins.weights.linears import PackedLinear, stays_wide
 from swarm_plugins.weights.published.weights import PackedWeight, Published, codes_of
 from swarm_plugins.weights.repacking import repacking_of
 from swarm_plugins.weights.stored import PublishedFormat, StoredFormat
@@ -43,7 +43,7 @@ class Placing:
     experts: dict[str, Stack] = field(default_factory=dict)
     """By path of the parameter."""
     others: dict[str, PackedWeight] = field(default_factory=dict)
-    """Weights of modules that take plain ones only, by path of the parameter."""
+    """Weights that are needed plain, by path of the parameter."""
 
     def leave_out(self, model: nn.Module) -> None:
         """Takes out of a model what `install` puts there, before weights have memory."""
@@ -114,7 +114,7 @@ class Placing:
         return self._widened(self.weights(), dtype)
 
     def widened_others(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns the weights of modules that take plain ones only."""
+        """Returns the weights that are needed plain."""
         return self._widened(self.others.values(), dtype)
 
     def _widened(self, weights: Iterable[PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -217,8 +217,9 @@ def _place_one(
             "cannot be rearranged: give the unquantized checkpoint"
         )
     found = weight(plains[0], groups[plains[0]], (shape[0], shape[1]))
-    kind = placing.linears if type(module) is nn.Linear and found.format.is_kept else placing.others
-    kind[owner if kind is placing.linears else target] = found
+    is_packed = type(module) is nn.Linear and found.format.is_kept and not stays_wide(owner)
+    kind = placing.linears if is_packed else placing.others
+    kind[owner if is_packed else target] = found
 
 
 def _stack(

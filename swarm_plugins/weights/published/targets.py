@@ -60,6 +60,8 @@ class Target:
         if self._position < len(pattern):
             raise self._unknown()
         self._first = frozenset([first])
+        # What the expression has cost: nodes made, characters matched and states visited.
+        self.work = len(self._nodes)
         self._steps: dict[tuple[States, bool | None, str], tuple[States, bool]] = {}
 
     def matches(self, name: str) -> bool:
@@ -68,6 +70,7 @@ class Target:
         Raises:
             UnsupportedError: If the automaton gets too large.
         """
+        self.work += len(name)
         states, before = self._first, ""
         for char in (*name, ""):
             states, is_over = self._step(states, before, char)
@@ -84,6 +87,7 @@ class Target:
         if len(self._steps) >= _MAX_STEPS:
             raise UnsupportedError(f"the target {self._pattern!r} is too complicated an expression")
         reached = self._reached(states, before, char)
+        self.work += len(reached)
         taken = (node for node in map(self._nodes.__getitem__, reached) if node.atom and node.atom.fullmatch(char))
         found = frozenset(one for node in taken for one in node.after), _ACCEPT in reached
         self._steps[key] = found

@@ -13,12 +13,16 @@ from blocks_kit import BLOCKS, WIDTH, Pair, states
 from peft import LoraConfig
 from peft_kit import tune
 from torch import Tensor, nn
+from transformers import MambaConfig, MambaForCausalLM
 
 from swarm_plugins.blocks import AdapterUse, Span, SpanInputs, StepInputs, load_span
 from swarm_plugins.blocks.adapters.checks import check_adapter
-from swarm_plugins.blocks.quantize import quantize_block
+from swarm_plugins.blocks.quantize import arrange_block, quantize_block
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.weights.choice import candidates
 from swarm_plugins.weights.experts import quantize_experts
+from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.linears import PackedLinear, quantizable_linears
 from swarm_plugins.weights.widths import NF4
 
 KINDS = ("int8", "int4", "nf4")
@@ -168,6 +172,43 @@ def test_narrow_layers_stay_as_they_are() -> None:
     quantize_block(block, "int8")
     assert type(block[0]) is nn.Linear
     assert block[1].weight.dtype == torch.int8
+
+
+@pytest.mark.parametrize("path", ["mlp.gate.wg", "ffn.router.layer", "mixer.dt_proj", "self_attn.indexer.weights_proj"])
+def test_routers_and_layers_whose_weight_others_read_stay_as_they_are(path: str) -> None:
+    """Rounded routers choose other experts; an indexer casts hidden states to the type of its layer's weight."""
+    inner: nn.Module = nn.Linear(64, 64)
+    for name in reversed(path.split(".")):
+        inner = nn.ModuleDict({name: inner})
+    block = nn.ModuleDict({"up_proj": nn.Linear(64, 64), **inner})
+    quantize_block(block, "int8")
+    assert type(block.get_submodule(path)) is nn.Linear
+    assert isinstance(block["up_proj"], PackedLinear)
+
+
+@pytest.fixture(scope="module")
+def mamba() -> MambaForCausalLM:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, state_size=4, time_step_rank=32)
+    return MambaForCausalLM(config).requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("kernel", candidates(PlainFormat((64, 64), torch.float32)))
+def test_a_mixer_that_multiplies_by_a_weight_itself_finds_it_arranged(mamba: MambaForCausalLM, kernel: str) -> None:
+    mixer, hidden = copy.deepcopy(mamba.backbone.layers[0].mixer), states(1, 6, 64)
+    arrange_block(mixer, kernel)
+    torch.testing.assert_close(mixer(hidden), mamba.backbone.layers[0].mixer(hidden))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixer_that_multiplies_by_a_weight_itself_finds_it_quantized(mamba: MambaForCausalLM, kind: str) -> None:
+    mixer, hidden = copy.deepcopy(mamba.backbone.layers[0].mixer), states(1, 6, 64)
+    quantize_block(mixer, kind)
+    assert 0 < error(mixer(hidden), mamba.backbone.layers[0].mixer(hidden)) < TOLERANCE[kind]
+
+
+def test_a_weight_that_a_mixer_reads_is_not_quantized_into_a_store(mamba: MambaForCausalLM) -> None:
+    assert {name.rpartition(".")[2] for name in quantizable_linears(mamba)} == {"in_proj", "x_proj", "out_proj"}
 
 
 def test_adapter_on_quantized_experts_must_fit_their_plain_shape(quantized: Callable[[str, str], Span]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.copies import LocalCopies
@@ -123,6 +124,18 @@ def test_a_repository_is_read_by_byte_ranges(tmp_path: Path, hub: LocalHub, monk
     assert hub.bytes_served("alice/toy", "toy.gguf") - header < here.tensors[names[0]].num_bytes + 4096
 
 
+def test_a_file_from_the_hub_may_be_larger_than_files_without_weights(
+    tmp_path: Path, hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_plugins.checkpoint.hub._MAX_SMALL_BYTES", 100)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = written(folder / "toy.gguf")
+    hub.add("alice/toy", folder)
+    there = Checkpoint.open("alice/toy", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
+    assert there.file_path("toy.gguf").read_bytes() == file.read_bytes()
+
+
 def test_what_needs_safetensors_says_so(tmp_path: Path) -> None:
     file = written(tmp_path / "toy.gguf")
     with pytest.raises(UnsupportedError, match=r"toy\.gguf is GGUF, .* in safetensors to make a student of it"):
@@ -205,6 +218,27 @@ def test_what_is_not_known_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         Checkpoint.open(written(tmp_path / "toy.gguf", fields, shapes, architecture))
+
+
+def test_a_length_of_heads_that_lies_takes_no_memory(tmp_path: Path) -> None:
+    fields, shapes = {"attention.key_length": 1 << 20}, {"rope_freqs.weight": (64,)}
+    file = written(tmp_path / "toy.gguf", fields, shapes)
+    with _Allocations() as made, pytest.raises(UnsupportedError, match=r"scales positions by rope_freqs\.weight"):
+        Checkpoint.open(file)
+    assert max(made.sizes) < 1 << 16
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes how many numbers the results of torch's operations have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = [0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.sizes += [result.numel()] if isinstance(result, torch.Tensor) else []
+        return result
 
 
 @pytest.mark.parametrize("shapes", [{}, HALVES], ids=["whole", "halves"])

@@ -7,10 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from offload_models import save_toy
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.quantizing import quantize_checkpoint
+from swarm_plugins.offload.store.manifest import expert_tensor
+from swarm_plugins.offload.store.quantized_store import open_quantized
 
 
 @pytest.fixture
@@ -70,3 +74,17 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_a_checkpoint(plain: Path, tmp_pat
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     make(snapshot, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+
+
+def test_experts_of_16_bits_keep_their_biases(tmp_path: Path) -> None:
+    plain = save_toy("gpt_oss", tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "out", expert_bits=16, progress=False)
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    store = open_quantized(checkpoint)
+    assert store is not None
+    store.check_fits(plain, {layer: f"model.layers.{layer}.mlp.experts" for layer in store.num_experts})
+    [buffer] = checkpoint.read([expert_tensor(0, 2)], progress=False).values()
+    found = store.stored_layout(0).views(buffer)
+    for name, parameter in plain.get_submodule("model.layers.0.mlp.experts").named_parameters():
+        wanted = parameter[2] if name.endswith("bias") else parameter[2].bfloat16()
+        assert torch.equal(found[name], wanted)
