@@ -6,7 +6,7 @@ Shapes: ``B`` batch, ``S`` new tokens, ``P`` prefix or cached tokens, ``D`` hidd
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -174,6 +174,8 @@ class SpanInputs:
     """The blocks whose outputs are wanted then; any tensor may stand for the others. None: all."""
     collect_router: bool = False
     """Whether to also return the router logits of mixture-of-experts blocks."""
+    routers: Mapping[int, int | None] | None = None
+    """The blocks with router logits, and the width of these, None if it is not known. None: nothing is known."""
 
     @property
     def num_tokens(self) -> int:

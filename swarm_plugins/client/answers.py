@@ -108,7 +108,11 @@ def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
         )
     for state in outputs.hidden_states:
         check_tensor(state, hidden, peer, "inner hidden states")
-    blocks = outputs.router_blocks
+    _check_routers(outputs, inputs, peer)
+
+
+def _check_routers(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
+    blocks, span = outputs.router_blocks, inputs.blocks
     is_ascending = all(one < two for one, two in itertools.pairwise(blocks))
     if len(blocks) != len(outputs.router_logits) or not is_ascending or not all(block in span for block in blocks):
         raise ProtocolError(
@@ -121,6 +125,14 @@ def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
                 f"expected [{inputs.num_tokens}, experts]"
             )
         _check_finite(logits, peer, "router logits")
+    known = inputs.routers if inputs.collect_router else {}
+    if known is None:
+        return
+    # Logits of other blocks or widths would bend or end the user's step where no server can take over any more.
+    found = {block: logits.shape[1] for block, logits in zip(blocks, outputs.router_logits, strict=True)}
+    expected = {block: width or found.get(block) for block, width in known.items() if block in span}
+    if found != expected:
+        raise ProtocolError(f"server {peer} returned router logits of blocks and experts {found}, expected {expected}")
 
 
 def check_same_routers(parts: Sequence[SpanOutputs], who: str) -> None:

@@ -39,8 +39,9 @@ class Share(NamedTuple):
 
 
 def missing_experts(holders: Sequence[Holder], experts: Sequence[int]) -> list[int]:
-    """Returns the experts that no holder, and no complete set of slices, offers."""
-    return [expert for expert in experts if not _options(holders, expert, {}, 0)]
+    """Returns the experts that no holder, and no complete set of slices, offers; impossible numbers offer nothing."""
+    usable = [holder for holder in holders if _is_sane(holder)]
+    return [expert for expert in experts if not _options(usable, expert, {}, 0)]
 
 
 def expert_gaps(

@@ -10,9 +10,9 @@ import msgspec
 
 from swarm_plugins.errors import ProtocolError, one_line
 from swarm_plugins.kept_files import write_whole
-from swarm_plugins.together.outer import blob_digest
+from swarm_plugins.together.outer import SharedState, blob_digest
 from swarm_plugins.together.signing import Seal
-from swarm_plugins.transport.run_messages import Contribution
+from swarm_plugins.transport.run_messages import Contribution, RoundRecord
 
 log = logging.getLogger(__name__)
 
@@ -85,3 +85,19 @@ class Contributed:
         last = self._last
         is_of_this = last is not None and (last.contribution.round, last.contribution.base) == (round_, base)
         return last if is_of_this else None
+
+    def is_listed(self, state: SharedState, record: RoundRecord | None) -> bool | None:
+        """Returns whether a closed round counts what this peer has contributed; None if that is not known.
+
+        Args:
+            state: What the round began with.
+            record: The last one known, perhaps of another round.
+        """
+        kept = self.to(state.round, state.digest)
+        if kept is None:
+            # Only the last contribution is kept: before it there may have been one to this round.
+            is_past = self._last is not None and self._last.contribution.round > state.round
+            return None if is_past else False
+        if record is None or (record.round, record.base) != (state.round, state.digest):
+            return None
+        return kept.contribution in record.contributions

@@ -154,17 +154,9 @@ class RunPeer:
 
         While that round is open, the contribution is shown; None if the round was closed, and how is not known.
         """
-        kept = self._contributed.to(state.round, state.digest)
-        if kept is None or self.round.state.digest == state.digest:
-            return kept is not None
-        return self._is_in_record(kept.contribution, state)
-
-    def _is_in_record(self, contribution: Contribution, state: SharedState) -> bool | None:
-        """Returns whether the record of a state's round has a contribution; None if that is not the last one known."""
-        record = self._last_record
-        if record is None or (record.round, record.base) != (state.round, state.digest):
-            return None
-        return contribution in record.contributions
+        if self.round.state.digest == state.digest:
+            return self._contributed.to(state.round, state.digest) is not None
+        return self._contributed.is_listed(state, self._last_record)
 
     async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool | None:
         """Adds an update to this round, and waits until the next one has begun.
@@ -178,7 +170,7 @@ class RunPeer:
         state, moved = self.round.state, self._moved
         if state.digest != base:
             return False
-        own, config = None, self._config
+        is_shown, config = False, self._config
         limit_s = config.straggler_s + config.max_peers * config.dead_s + 3 * config.transfer_s
         try:
             async with asyncio.timeout(limit_s):
@@ -187,7 +179,7 @@ class RunPeer:
                     digest = self._blobs.keep(blob)
                     signed = self._seal.contribution(round_=state.round, base=base, blob=digest, samples=samples)
                     await self._contributed.keep(signed, blob)
-                    own = signed if self.round.add(self.me, signed) else None
+                    is_shown = self.round.add(self.me, signed)
                     self._wake.set()
                 await moved.wait()
         except TimeoutError as error:
@@ -195,9 +187,9 @@ class RunPeer:
                 f"round {state.round} of run {self.run_id!r} was not closed within {limit_s:g} s: check this machine's "
                 "network; training can be resumed from a checkpoint"
             ) from error
-        if own is None or self.round.state.round == state.round:
+        if not is_shown or self.round.state.round == state.round:
             return False
-        return self._is_in_record(own, state)
+        return self._contributed.is_listed(state, self._last_record)
 
     async def linger(self) -> None:
         """Waits, for ``dead_s`` at most, until the others have what they need of this peer to end its last round.

@@ -277,20 +277,20 @@ class SharedRun:
             self._base = after
             self._tell()
             return
-        self._settle(self._tensors.changes(), is_counted=False)
+        self._settle(self._tensors.changes(), before.round, is_counted=False)
 
     def _settle_if_known(self, changes: list[Array], round_: int, is_counted: bool | None) -> None:
         if is_counted is None:
             log.info("run %s: it is not known whether round %d counts this peer", self.run_id, round_)
-        self._settle(changes, is_counted=is_counted is not False)
+        self._settle(changes, round_, is_counted=is_counted is not False)
 
-    def _settle(self, changes: list[Array], *, is_counted: bool) -> None:
-        """Takes over the state of the round that has begun."""
-        if not is_counted and self._base is not None and self._samples:
+    def _settle(self, changes: list[Array], round_: int, *, is_counted: bool) -> None:
+        """Takes over the state of the round that has begun; ``round_`` is the one that the changes belong to."""
+        if not is_counted and self._samples:
             log.warning(
                 "run %s: round %d was closed without this peer; its %d samples are added to a later one",
                 self.run_id,
-                self._base.round,
+                round_,
                 self._samples,
             )
         self._tensors.settle(changes, is_counted=is_counted)

@@ -72,7 +72,8 @@ class TrainedTensors:
     def changes(self) -> list[Array]:
         """Returns what has changed: start minus now, and what is still owed."""
         pairs = zip(self._start, self._values(), strict=True)
-        return [start - now + self._owed.get(i, np.float32(0.0)) for i, (start, now) in enumerate(pairs)]
+        # As arrays: numpy turns results without dimensions into scalars.
+        return [np.asarray(start - now + self._owed.get(i, np.float32(0.0))) for i, (start, now) in enumerate(pairs)]
 
     def settle(self, changes: Sequence[Array], *, is_counted: bool) -> None:
         """Notes whether a round counts the changes; otherwise they are added to the next one."""

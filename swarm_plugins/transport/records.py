@@ -51,6 +51,8 @@ MAX_NEEDS = 64
 MAX_ROUND_TRIPS = 16
 """Most other servers to which a server may announce its round trip: with them a record has room for adapters still."""
 
+_LEAST_THROUGHPUT = 1e-6
+"""Tokens per second, where they are known: the inverse of a smaller number may be infinite."""
 _LONGEST_ROUND_TRIP_S = 60.0
 _CLOCK_SLACK_S = 120.0
 _NUM_SHARDS = 4
@@ -190,9 +192,7 @@ def check_server_info(info: ServerInfo) -> None:
     """Sanity-checks a server's claims about itself; raises ProtocolError if a number or name is out of range."""
     if not 0 <= info.start < info.end <= info.num_blocks <= _MAX_BLOCKS:
         raise ProtocolError(f"server claims blocks [{info.start}, {info.end}) of {info.num_blocks}")
-    figures = (info.throughput, info.decode_s, info.load, info.network_tokens_s)
-    if not all(math.isfinite(value) and value >= 0 for value in figures):
-        raise ProtocolError("server claims a throughput, step time or load that is negative or not finite")
+    _check_figures(info)
     for start, end in (info.target or (0, 1), info.leaving or (0, 1)):
         if not 0 <= start < end <= info.num_blocks:
             raise ProtocolError(f"server claims to move to or from blocks [{start}, {end}) of {info.num_blocks}")
@@ -238,6 +238,17 @@ def possible_round_trips(info: ServerInfo) -> dict[str, float]:
         for peer, seconds in info.round_trips
         if 0.0 <= seconds <= _LONGEST_ROUND_TRIP_S and len(peer) <= _MAX_NAME_CHARS
     }
+
+
+def _check_figures(info: ServerInfo) -> None:
+    figures = (info.throughput, info.decode_s, info.load, info.network_tokens_s)
+    if not all(math.isfinite(value) and value >= 0 for value in figures):
+        raise ProtocolError("server claims a throughput, step time or load that is negative or not finite")
+    if 0 < info.throughput < _LEAST_THROUGHPUT:
+        raise ProtocolError(
+            f"server claims a throughput of {info.throughput:g} tokens/s, expected {_LEAST_THROUGHPUT:g} or more, or 0 "
+            "for one that is not known"
+        )
 
 
 def _check_experts(info: ServerInfo) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
-from swarm_plugins.client.answers import SpanMovedError
+from swarm_plugins.client.answers import SpanMovedError, check_gradients, check_outputs
 from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.client.training.spans import BackwardCall, ForwardCall
 from swarm_plugins.transport.messages import (
@@ -105,6 +105,22 @@ class Claim:
             outputs=travelled(self.outputs, "none"),
             backward=backward,
         )
+
+    def check_shape(self) -> None:
+        """Raises ProtocolError unless the answer has all that was asked for, in the right shape, and finite."""
+        request = self.forward
+        asked = SpanInputs(
+            blocks=self.blocks,
+            hidden=request.hidden,
+            prefix=request.prefix,
+            collect_hidden=request.collect_hidden,
+            collect_router=request.collect_router,
+        )
+        if self.backward is None:
+            check_outputs(self.outputs, asked, self.peer)
+        else:
+            tensors = [tensor for adapter in self.adapters for tensor in adapter.tensors]
+            check_gradients(self.backward[1], self.backward[0], asked, tensors, self.peer)
 
     def check_receipts(self) -> Receipt:
         """Returns what the server has signed with its answer.

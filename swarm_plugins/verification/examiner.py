@@ -162,6 +162,7 @@ class Examiner:
         for peer in self._others(claim):
             try:
                 other = await self._asked(peer, claim)
+                other.check_shape()
             except SwarmError as exc:
                 log.debug("server %s did not help to check another: %s", peer, exc)
                 continue

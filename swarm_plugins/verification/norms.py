@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from swarm_plugins.recent import Recent
@@ -25,7 +26,9 @@ class _Range:
 
 def norm_ratio(answer: Tensor, given: Tensor) -> float:
     """Returns the norm of an answer relative to that of what was given, both ``[B, S, D]``."""
-    return float(answer.norm() / given.norm().clamp_min(1e-30))
+    # In float32: the squares of a long input overflow in 16 bits.
+    longer, length = (torch.linalg.vector_norm(one, dtype=torch.float32) for one in (answer, given))
+    return float(longer / length.clamp_min(1e-30))
 
 
 class NormRanges:

@@ -79,7 +79,7 @@ class Verifier(CheckingGuard):
 
         Raises:
             WrongAnswerError: If the answer is wrong.
-            SwarmError: If there is none.
+            SwarmError: If there is none, or none of the right shape.
         """
         before, size = self.checker.checked.get(peer, 0), forward.hidden.shape[:2].numel()
         answer = await view.peers.request(
@@ -87,6 +87,7 @@ class Verifier(CheckingGuard):
         )
         kind = Kind(info.dtype, info.quantization)
         claim = Claim(peer=peer, kind=kind, forward=forward, outputs=answer).as_sent()
+        claim.check_shape()
         examine = functools.partial(self._found, Examiner(view, self._blocks), claim)
         await self.checker.run(checked_as(peer, claim.what, info), "before", examine)
         return self.checker.checked.get(peer, 0) > before

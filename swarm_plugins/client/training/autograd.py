@@ -41,7 +41,9 @@ class _BatchFunction(torch.autograd.Function):
         ctx.layout = outputs.map(lambda tensor: tensor.new_empty(0))
         # Saved so that autograd raises if a tensor is changed in place before the backward.
         ctx.save_for_backward(*tensors)
-        return outputs.tensors
+        # Python's collector does not see the references between several outputs and this node: were they the tensors
+        # that the call keeps, neither would ever be freed.
+        return outputs.map(Tensor.detach).tensors
 
     @staticmethod
     @once_differentiable

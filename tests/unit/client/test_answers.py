@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from swarm_plugins.transport.messages import Failure, ForwardResponse
 
 HIDDEN = torch.zeros(2, 3, 4)
 LOGITS = torch.zeros(6, 8)
-INPUTS = SpanInputs(blocks=range(2, 5), hidden=HIDDEN, collect_hidden=True)
+INPUTS = SpanInputs(blocks=range(2, 5), hidden=HIDDEN, collect_hidden=True, collect_router=True)
 
 
 def answer(**changes: Any) -> ForwardResponse:
@@ -25,6 +26,7 @@ def answer(**changes: Any) -> ForwardResponse:
 
 def test_a_right_answer_passes() -> None:
     check_outputs(answer(), INPUTS, "peer")
+    check_outputs(routed({}), replace(INPUTS, collect_router=False), "peer")
     check_outputs(answer(hidden_states=()), replace(INPUTS, collect_hidden=False), "peer")
 
 
@@ -60,6 +62,46 @@ def test_router_logits_come_once_for_each_block_and_in_order(blocks: tuple[int, 
     lie = ForwardResponse(hidden=HIDDEN, router_logits=(LOGITS, LOGITS), router_blocks=blocks)
     with pytest.raises(ProtocolError, match="router logits of blocks"):
         check_outputs(lie, replace(INPUTS, collect_hidden=False), "liar")
+
+
+@pytest.mark.parametrize(
+    ("widths", "routers"),
+    [
+        pytest.param({2: 8}, {0: 4, 2: 8}, id="known"),
+        pytest.param({2: 8, 4: 6}, {2: None, 4: 6}, id="one-of-unknown-width"),
+        pytest.param({}, {}, id="no-routers"),
+        pytest.param({3: 5}, None, id="nothing-known"),
+    ],
+)
+def test_router_logits_of_the_blocks_that_have_them_pass(widths: dict[int, int], routers: dict[int, Any]) -> None:
+    check_outputs(routed(widths), replace(INPUTS, routers=routers), "peer")
+
+
+@pytest.mark.parametrize(
+    ("widths", "routers", "expected"),
+    [
+        pytest.param({2: 9}, {2: 8}, "{2: 8}", id="width"),
+        pytest.param({}, {2: 8}, "{2: 8}", id="left-out"),
+        pytest.param({}, {2: None}, "{2: None}", id="left-out-of-unknown-width"),
+        pytest.param({2: 8, 3: 8}, {2: 8}, "{2: 8}", id="of-a-dense-block"),
+    ],
+)
+def test_router_logits_of_other_blocks_or_experts_are_refused(
+    widths: dict[int, int], routers: dict[int, Any], expected: str
+) -> None:
+    message = f"server peer returned router logits of blocks and experts {widths}, expected {expected}"
+    with pytest.raises(ProtocolError, match=re.escape(message)):
+        check_outputs(routed(widths), replace(INPUTS, routers=routers), "peer")
+
+
+def test_router_logits_that_were_not_asked_for_are_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"experts \{2: 8\}, expected \{\}"):
+        check_outputs(routed({2: 8}), replace(INPUTS, collect_router=False, routers={2: 8}), "peer")
+
+
+def routed(widths: dict[int, int]) -> ForwardResponse:
+    """An answer with router logits of these widths, by block."""
+    return answer(router_logits=tuple(torch.zeros(6, width) for width in widths.values()), router_blocks=tuple(widths))
 
 
 def test_a_servers_words_are_one_line_of_bounded_length() -> None:

@@ -123,6 +123,19 @@ async def test_a_refusal_says_nothing_of_a_servers_pace() -> None:
         assert judging.timeout_s(peers.book["a"], "rpc_backward", tokens) == 10.0
 
 
+async def test_a_server_is_left_out_for_router_logits_of_another_width() -> None:
+    def answer(message: Message) -> Message:
+        assert isinstance(message, ForwardRequest)
+        return ForwardResponse(hidden=message.hidden, router_logits=(torch.zeros(2, 5),), router_blocks=(0,))
+
+    inputs = SpanInputs(blocks=range(1), hidden=torch.ones(1, 2, 4), collect_router=True, routers={0: 4, 1: 4})
+    async with in_swarm({"a": ((0, 1), answer)}, num_blocks=1, max_retries=1) as (peers, view):
+        with pytest.raises(
+            MissingBlocksError, match=r"left out after failures: a; .*experts \{0: 5\}, expected \{0: 4\}"
+        ):
+            await BatchCall(Servers(peers, view), inputs, keep=False).forward()
+
+
 async def test_cancelling_what_ends_calls_told_ahead_ends_them_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     is_closing, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

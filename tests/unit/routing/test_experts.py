@@ -51,6 +51,8 @@ def test_impossible_numbers_win_nothing() -> None:
     ]
     assert shared([*liars, holder("honest", 0, 4)], {0: 1}) == {"honest": (0,)}
     assert shared(liars, {0: 1}) is None
+    # Whoever finds no share can name what is missing.
+    assert missing_experts(liars, [0, 1]) == [0, 1]
 
 
 def test_every_needed_expert_is_shared_once_with_each_of_its_parts() -> None:

@@ -115,7 +115,12 @@ def test_a_peer_that_ends_adds_what_it_has_if_it_can(
     ("is_counted", "have_gone_on"), [(False, False), (True, False), (False, True), (True, True), (None, True)]
 )
 def test_what_was_contributed_before_a_restart_counts_once(
-    is_counted: bool | None, have_gone_on: bool, run: SharedRun, others: Others, monkeypatch: pytest.MonkeyPatch
+    is_counted: bool | None,
+    have_gone_on: bool,
+    run: SharedRun,
+    others: Others,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     weight = run._tensors._parameters["weight"]
     weight.data -= 1.0
@@ -132,6 +137,8 @@ def test_what_was_contributed_before_a_restart_counts_once(
     monkeypatch.setattr(again, "_join", join)
     again.start(kept)
     try:
+        # The message names the round that the checkpoint is of, not the one that is joined.
+        assert ("round 0 was closed without this peer" in caplog.text) is (have_gone_on and is_counted is False)
         assert again._samples == (SAMPLES if is_counted is False else 0)
         assert np.allclose(again._tensors.changes()[0], 1.0 if is_counted is False else 0.0)
         again._tensors._parameters["weight"].data -= 2.0  # what it trains then is added

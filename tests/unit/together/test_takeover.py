@@ -224,6 +224,32 @@ async def test_one_that_resumes_its_last_round_alone_comes_to_the_same_state(tmp
     assert again.is_in == [True, True]
 
 
+async def test_what_was_contributed_after_an_old_checkpoint_may_have_counted_before_it(tmp_path: Path) -> None:
+    """Only the last contribution is kept: nothing is known of the one to the round of the checkpoint."""
+    lasting = replace(QUICK, identity=tmp_path / "key")
+    world = World()
+    other, before = Trainee(world, 0), Trainee(world, 1, config=lasting)
+    for one in (other, before):
+        await one.join()
+    other.train(9)
+    await before.one_round()
+    kept = before.peer.round.state
+    for _ in range(2):
+        await before.one_round()
+    await before.kill()
+    world.transport.revive(before.peer_id)
+    again = Trainee(world, 1, config=lasting, state=kept)
+    await again.join()
+    assert before.is_in == [True, True, True]
+    assert again.peer.round.state.round > kept.round
+    assert again.peer.is_counted(kept) is None
+    # To the round that it joins, it has contributed nothing.
+    assert again.peer.is_counted(again.peer.round.state) is False
+    for one in (other, again):
+        await one.kill()
+    await world.transport.close()
+
+
 async def test_two_that_a_divided_network_has_parted_stay_apart_and_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -64,6 +64,18 @@ def test_what_was_left_out_is_added_to_the_next_round() -> None:
     assert all((change == 0).all() for change in tensors.changes())
 
 
+def test_what_a_single_number_owes_is_kept_in_a_checkpoint() -> None:
+    here = {"scale": nn.Parameter(torch.tensor(1.0))}
+    tensors = TrainedTensors(here)
+    tensors.load(tensors.first_state())
+    add(here, 0.5)
+    tensors.settle(tensors.changes(), is_counted=False)
+    again = TrainedTensors(here)
+    again.load(again.first_state())
+    again.restore_owed(tensors.owed)
+    assert again.changes() == [np.asarray(-0.5)]
+
+
 def test_training_goes_on_from_another_state_of_the_same_round() -> None:
     here = parameters()
     tensors = TrainedTensors(here)

@@ -205,6 +205,7 @@ def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
         {"start": -1},
         {"num_blocks": 10**6, "end": 10**6},
         {"throughput": math.nan},
+        {"throughput": 1e-320},
         {"network_tokens_s": -1.0},
         {"network_tokens_s": math.inf},
         {"target": (4, 4)},
@@ -253,6 +254,12 @@ def test_impossible_claims_of_a_server_are_refused(owner: Identity, change: dict
     blob = sign_record(owner, key, ServerRecord(info=claimed), expiration)
     with pytest.raises(ProtocolError):
         open_record(key_id(key), owner.peer_id, blob, expiration)
+
+
+def test_a_throughput_near_zero_is_named() -> None:
+    check_server_info(msgspec.structs.replace(INFO, throughput=0.0))
+    with pytest.raises(ProtocolError, match=r"a throughput of 1e-07 tokens/s, expected 1e-06 or more, or 0 for one"):
+        check_server_info(msgspec.structs.replace(INFO, throughput=1e-7))
 
 
 def test_the_dht_stores_nothing_but_our_records(owner: Identity) -> None:

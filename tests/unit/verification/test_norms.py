@@ -30,6 +30,14 @@ def test_ranges_are_learnt_before_anything_is_odd() -> None:
     assert norm_ratio(torch.full((1, 2, 3), 2.0), torch.ones(1, 2, 3)) == 2.0
 
 
+def test_ratios_of_half_precision_neither_overflow_nor_vanish() -> None:
+    for size in (6e3, 1e-7):  # the norm is above the largest number of float16; that of 1e-30 is zero
+        given = torch.full((1, 64, 64), size).half()
+        assert norm_ratio(given * 2, given) == 2.0
+    assert norm_ratio(given, torch.zeros_like(given)) > 1e6
+    assert norm_ratio(torch.zeros_like(given), torch.zeros_like(given)) == 0.0
+
+
 def test_a_sleeper_with_an_odd_answer_is_checked_before_it_is_used(llama: Path, cache: Path) -> None:
     liar = Liar("scaled", factor=3.0, honest_calls=12)
     with with_liar(llama, liar, config=CHECKED) as swarm:

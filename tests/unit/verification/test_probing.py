@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from lies_kit import CHECKED, HONEST, with_liar
@@ -15,6 +17,8 @@ from swarm_plugins.backbone import AutoSwarmModel
 from swarm_plugins.backbone.served import stack_of
 from swarm_plugins.client.connection import RemoteBlocks
 from swarm_plugins.errors import MissingBlocksError, SwarmError
+from swarm_plugins.transport.messages import ForwardResponse
+from swarm_plugins.transport.receipts import Signer
 from swarm_plugins.verification import Quarantine, Verifier
 from swarm_plugins.verification.evidence import read_evidence
 from swarm_plugins.verification.probing import Probe, probe_servers
@@ -62,6 +66,22 @@ def test_a_server_that_does_not_answer_is_no_liar(llama: Path, cache: Path, monk
         ((_, found),) = asked(remote, swarm, monkeypatch, 0)
     assert found.outcome == "unknown"
     assert found.reason
+    assert not Quarantine(cache / "quarantine").reasons()
+
+
+def test_an_answer_of_another_shape_is_no_result(llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sign = Signer.sign
+
+    def sign_shorter(self: Signer, request: Any, answer: Any, *history: bytes) -> Any:
+        if isinstance(answer, ForwardResponse):
+            answer = msgspec.structs.replace(answer, hidden=answer.hidden[:, 1:].contiguous())
+        return sign(self, request, answer, *history)
+
+    monkeypatch.setattr(Signer, "sign", sign_shorter)
+    with with_liar(llama, Liar("scaled", honest_calls=1 << 30)) as swarm:
+        ((_, found),) = asked(blocks_of(swarm), swarm, monkeypatch, 0)
+    assert found.outcome == "unknown"
+    assert "returned the hidden states as torch.float32 (1, 5, 32), expected torch.float32 (1, 6, 32)" in found.reason
     assert not Quarantine(cache / "quarantine").reasons()
 
 
