@@ -174,6 +174,8 @@ class SpanInputs:
     """The blocks whose outputs are wanted then; any tensor may stand for the others. None: all."""
     collect_router: bool = False
     """Whether to also return the router logits of mixture-of-experts blocks."""
+    whole_beyond: int | None = None
+    """New tokens up to the first one beyond this position run at once; see `swarm_plugins.rotary`. None: any may."""
     routers: Mapping[int, int | None] | None = None
     """The blocks with router logits, and the width of these, None if it is not known. None: nothing is known."""
 
@@ -251,10 +253,16 @@ class SpanInputs:
             layer_masks=None if masks is None else masks.take_tokens(start, end),
         )
 
-    def cut_tokens(self: Inputs, size: int) -> list[Inputs]:
-        """Cuts the new tokens into parts of at most ``size``; more where tokens that see each other are more."""
-        num_new = self.hidden.shape[1]
+    def cut_tokens(self: Inputs, size: int, cached: int) -> list[Inputs]:
+        """Cuts the new tokens into parts of at most ``size``; more where tokens that belong together are more.
+
+        Args:
+            size: Tokens of each row.
+            cached: Those before them.
+        """
+        num_new, least = self.hidden.shape[1], self._first_cut(cached)
         cuts = list(range(1, num_new + 1)) if self.layer_masks is None else self.layer_masks.cuts()
+        cuts = [cut for cut in cuts if cut >= least]
         found, start = [], 0
         while start < num_new:
             # The last cut that fits, or the first one after `start`.
@@ -262,6 +270,22 @@ class SpanInputs:
             found.append(self.take_tokens(start, end))
             start = end
         return found
+
+    def is_beyond(self, cached: int) -> bool:
+        """Returns whether the new tokens, after so many cached ones, reach beyond where they may be cut anywhere."""
+        return self.whole_beyond is not None and bool((self._ends(cached) > self.whole_beyond).any())
+
+    def _first_cut(self, cached: int) -> int:
+        """Returns how many new tokens have to run at once."""
+        if self.whole_beyond is None or not self.is_beyond(cached):
+            return 1
+        return 1 + int((self._ends(cached) > self.whole_beyond).nonzero()[0])
+
+    def _ends(self, cached: int) -> Tensor:
+        """Returns behind which position each new token ends, in the row where that is furthest, ``[S]``."""
+        if self.position_ids is None:
+            return torch.arange(cached + 1, cached + self.hidden.shape[1] + 1)
+        return 1 + self.position_ids.flatten(0, -2).amax(0)
 
     def take_blocks(self: Inputs, blocks: range, hidden: Tensor) -> Inputs:
         """Returns the inputs of some of the blocks, with ``hidden`` as their hidden states."""

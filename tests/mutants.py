@@ -101,7 +101,7 @@ MUTANTS = {
     ),
     "hidden states are counted from the first block": Mutant(
         "backbone/stack.py",
-        "frozenset(index - 1 for index in selected)",
+        "seen.union(index - 1 for index in selected)",
         "frozenset(selected)",
         "tests/parity/test_hidden_states.py",
     ),

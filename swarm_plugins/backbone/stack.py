@@ -2,8 +2,8 @@
 
 transformers calls decoder layers one by one; a request for each would cost a round trip each. So the first remote block
 sends the hidden states through all spans and returns the result; the others recognise that very tensor and return it
-(or their own output, if all hidden states are wanted). Local blocks, before and after them, are ordinary layers. Where
-a module of the user's runs between two blocks, one chain ends and the next begins.
+(or their own output, if hidden states are wanted or a hook reads them). Local blocks, before and after them, are
+ordinary layers. Where a module of the user's runs between two blocks, one chain ends and the next begins.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import _active_collector
 from swarm_plugins.backbone.adapter_reader import AdapterReader
 from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
 from swarm_plugins.backbone.cache import note_failure, run_cached
+from swarm_plugins.backbone.hooks import counted, num_changes, seen_by_hooks
 from swarm_plugins.backbone.own_cache import CacheSwap
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, as_returned, is_same
@@ -32,6 +33,8 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.columns import Arguments, Columns
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.fallback.stand_in import StandIn
+from swarm_plugins.moe.recorded import router_widths
+from swarm_plugins.rotary import whole_beyond
 from swarm_plugins.verification.verifier import make_guard
 from swarm_plugins.versions import ModelVersion
 
@@ -56,6 +59,12 @@ class _Running:
                 self.hidden[block - inputs.blocks.start - 1] = sides[columns.gathered[block]]
         self.first_block = self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
+        self.num_changes: int | None = None
+        """Of the last one in place, when it was handed on."""
+
+    def is_last(self, hidden: Tensor) -> bool:
+        """Returns whether a block is given what the one before it has returned, unchanged."""
+        return self.last is not None and is_same(hidden, self.last) and num_changes(hidden) == self.num_changes
 
 
 class RemoteStack:
@@ -95,6 +104,8 @@ class RemoteStack:
         """Whether layers are given the ids of tokens."""
         self.columns = Columns()
         """What passes between servers."""
+        self.routers: Mapping[int, int | None] | None = None
+        """The blocks that have router logits; see `SpanInputs`."""
         self.chains = [self.blocks]
         """The blocks that run one after another without coming back here."""
         self._remote: RemoteBlocks | None = None
@@ -185,6 +196,8 @@ class RemoteStack:
     def watch(self, decoder: nn.Module) -> None:
         """Notes what the decoder, whose layers these are, is called with."""
         self.config = decoder.config  # type: ignore[assignment]
+        # Before anything wraps the routers.
+        self.routers = router_widths(decoder, dict(zip(self.blocks, self.layers, strict=True)))
         decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         decoder.register_forward_hook(self._leave, always_call=True)
 
@@ -228,7 +241,7 @@ class RemoteStack:
             return hidden
         running: _Running | None = getattr(self._local, "running", None)
         if running is not None and running.next_block == index:
-            if running.last is None or not is_same(hidden, running.last):
+            if not running.is_last(hidden):
                 self._local.running = None
                 raise UnsupportedError(
                     f"the hidden states were changed between remote blocks {index - 1} and {index} (by a hook?), which "
@@ -259,6 +272,7 @@ class RemoteStack:
         if collector is not None and "router_logits" in collector and index in running.routers:
             collector["router_logits"].append(running.routers[index])
         running.last = running.hidden[index - running.first_block]
+        running.num_changes = num_changes(running.last)
         running.next_block = self._next_called(index + 1)
         if running.next_block - running.first_block < len(running.hidden):
             self._local.running = running
@@ -298,6 +312,7 @@ class RemoteStack:
         if offsets is not None and cache is None:
             use = use.with_starts(offsets, 0, hidden.shape[1])
         wants_hidden = "hidden_states" in collector or self._wants("output_hidden_states", called_with)
+        seen = self._seen_by_hooks(blocks)
         inputs = SpanInputs(
             blocks=blocks,
             # Copied from an accelerator once, not once per server; a replay does not hold memory there.
@@ -307,9 +322,11 @@ class RemoteStack:
             layer_masks=arguments.layer_masks,
             token_ids=read_ids(self._called_with or {}) if self.takes_ids else None,
             adapters=use,
-            collect_hidden=wants_hidden and len(blocks) > 1,
-            hidden_of=_blocks_of(collector) if cache is not None else None,
+            collect_hidden=(wants_hidden or bool(seen)) and len(blocks) > 1,
+            hidden_of=_blocks_of(collector, seen, wants_hidden=wants_hidden) if cache is not None else None,
             collect_router="router_logits" in collector,
+            whole_beyond=whole_beyond(self.config),
+            routers=self.routers,
         )
         if cache is None:
             outputs = self.remote.forward(inputs)
@@ -317,7 +334,13 @@ class RemoteStack:
             # Of several chains, the first may need no gradient where a later one does.
             is_training = len(self.chains) > 1 and torch.is_grad_enabled()
             outputs = run_cached(self.remote, inputs, cache, offsets, is_training=is_training)
-        return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs, shape, self.columns)
+        outputs = outputs.map(lambda tensor: tensor.to(hidden.device))
+        return _Running(outputs.map(counted) if seen else outputs, inputs, shape, self.columns)
+
+    def _seen_by_hooks(self, blocks: range) -> frozenset[int]:
+        """Returns the blocks of a chain whose outputs hooks of the user's see before the chain's end."""
+        called = [block for block in self.called if block in blocks]
+        return seen_by_hooks(called, [self.layers[block - self.blocks.start] for block in called])
 
     def _further(self, hidden: Tensor, carried: Sequence[Tensor]) -> list[Tensor]:
         """Returns what layers take besides hidden states, given what a layer before has handed on.
@@ -362,13 +385,13 @@ class RemoteStack:
         return twin
 
 
-def _blocks_of(collector: dict[str, Any]) -> frozenset[int] | None:
-    """Returns the blocks whose outputs are wanted of all hidden states; None: all.
+def _blocks_of(collector: dict[str, Any], seen: frozenset[int], *, wants_hidden: bool) -> frozenset[int] | None:
+    """Returns the blocks whose outputs are wanted of all hidden states, besides those that hooks see; None: all.
 
     transformers counts hidden states from the embeddings: the first one is the input of block 0.
     """
-    selected = collector.get("_hidden_states_layers")
-    return None if selected is None else frozenset(index - 1 for index in selected)
+    selected = collector.get("_hidden_states_layers") if wants_hidden else ()
+    return None if selected is None else seen.union(index - 1 for index in selected)
 
 
 def _open_checkpoint(model: str | None, version: ModelVersion) -> Checkpoint:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVCache, KVPool
-from swarm_plugins.blocks.probing.packs import has_fixed_positions, whole_beyond
 from swarm_plugins.blocks.probing.probe import Traits
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.interfaces import ExpertCache
+from swarm_plugins.rotary import has_fixed_positions, whole_beyond
 
 
 class Span:

@@ -6,9 +6,12 @@ import copy
 from collections.abc import Container
 from typing import Any
 
+from torch import nn
 from transformers import Cache
+from transformers.cache_utils import BaseQuantizedLayer
 
 from swarm_plugins.backbone.local_layers import keeps_states
+from swarm_plugins.backbone.served import stack_of
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """Arguments by which models take their cache."""
@@ -22,6 +25,17 @@ def cache_name(known: Container[str]) -> str:
 def seen_by(cache: Cache) -> int:
     """Returns how many tokens a cache holds; 0 if its layers have states alone, and do not say."""
     return max((int(one.get_seq_length()) for one in cache.layers if hasattr(one, "get_seq_length")), default=0)
+
+
+def fixed_layers(cache: Cache, model: nn.Module) -> list[str]:
+    """Returns the kinds of a cache's layers, other than of remote blocks, that cannot forget their last tokens."""
+    stack = stack_of(model)
+    remote = {block for chain in ([] if stack is None else stack.chains) for block in chain}
+    local = (layer for index, layer in enumerate(cache.layers) if index not in remote)
+    # Layers with quantized keys only crop those that they have not quantized yet.
+    return sorted(
+        {type(one).__name__ for one in local if not hasattr(one, "crop") or isinstance(one, BaseQuantizedLayer)}
+    )
 
 
 class Rewinder:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
+from swarm_plugins.block_io import sequence_positions
 from swarm_plugins.speculation.caches import CACHE_NAMES, Rewinder, cache_name
 from swarm_plugins.speculation.choice import processed
 from swarm_plugins.speculation.pace import Pace, sum_of
@@ -160,8 +161,9 @@ class ModelDrafter:
     def _next(self, texts: Texts, places: Places, drafts: Tensor) -> Tensor:
         """Returns the probabilities of the next token, ``[B, V]``."""
         options: dict[str, Any] = {**self._keeps_last, self._cache_name: self._cache}
-        if self._takes_positions and places.positions is not None:
-            options["position_ids"] = places.positions[:, self._seen :].to(self._model.device)
+        positions = sequence_positions(places.positions)  # a draft sees no images
+        if self._takes_positions and positions is not None:
+            options["position_ids"] = positions[:, self._seen :].to(self._model.device)
         # Tokens that only the larger vocabulary pads are in no text, but nothing stops a model from saying one.
         known = places.tokens[:, self._seen :].clamp(max=self._last_token)
         mask = places.mask

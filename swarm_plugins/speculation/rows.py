@@ -52,14 +52,14 @@ class Places:
     Args:
         tokens: ``[B, L]``.
         mask: ``[B, L]``: 1 for real tokens. None: all are real.
-        positions: ``[B or 1, L]``. None: the model counts by itself.
+        positions: ``[B or 1, L]``, or of several planes, ``[3 or 4, B or 1, L]``. None: the model counts by itself.
     """
 
     def __init__(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
         rows = tokens.shape[0]
         self.tokens = tokens
         self.mask = None if mask is None else mask.long()
-        self.positions = None if positions is None else positions.expand(rows, -1)
+        self.positions = None if positions is None else positions.expand(*positions.shape[:-2], rows, -1)
 
     @property
     def length(self) -> int:
@@ -73,7 +73,7 @@ class Places:
             mask = torch.cat((mask, mask.new_ones(mask.shape[0], width)), dim=1)
         if positions is not None:
             steps = torch.arange(1, width + 1, device=positions.device)
-            positions = torch.cat((positions, positions[:, -1:] + steps), dim=1)
+            positions = torch.cat((positions, positions[..., -1:] + steps), dim=-1)
         return Places(torch.cat((self.tokens, drafts), dim=1), mask, positions)
 
     def accepted(self, drafts: Tensor, counts: Tensor, newest: Tensor) -> Places:
@@ -88,7 +88,7 @@ class Places:
         longer = self.with_drafts(torch.cat((drafts[:, :kept], newest[:, None]), dim=1))
         start = self.length
         if longer.positions is not None:
-            longer.positions[:, -1] = longer.positions[:, start - 1] + counts + 1
+            longer.positions[..., -1] = longer.positions[..., start - 1] + counts + 1
         if bool((counts < kept).any()):
             if longer.mask is None:
                 longer.mask = torch.ones_like(longer.tokens)

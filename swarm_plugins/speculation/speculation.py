@@ -9,13 +9,22 @@ from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from swarm_plugins.backbone.local_layers import keeps_states
 from swarm_plugins.errors import ConfigError, UnsupportedError
-from swarm_plugins.speculation.caches import CACHE_NAMES, cache_name, seen_by
+from swarm_plugins.rotary import whole_beyond
+from swarm_plugins.speculation.caches import CACHE_NAMES, cache_name, fixed_layers, seen_by
 from swarm_plugins.speculation.choice import Chosen, choose_greedy, choose_sampled, processed
 from swarm_plugins.speculation.drafts import Drafter, LookupDrafter, ModelDrafter
 from swarm_plugins.speculation.pace import Counts, Pace
@@ -24,6 +33,8 @@ from swarm_plugins.speculation.rows import Places, Texts
 LOOKUP = "lookup"
 _PADDING_TOKENS = 512
 """Models of a family pad the same vocabulary to different multiples."""
+_STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+"""They keep what they have seen from call to call, and could not forget rejected tokens."""
 
 
 class Speculation:
@@ -71,7 +82,7 @@ class Speculation:
         Args:
             model: The model to decode with.
             input_ids: ``[B, T]``, padded on the left.
-            logits_processor: Changes logits before a token is chosen.
+            logits_processor: Changes logits before a token is chosen, by the text before it alone.
             stopping_criteria: Say when a row ends.
             generation_config: Settings of this generation.
             streamer: Gets the tokens of a single row as they come.
@@ -82,6 +93,7 @@ class Speculation:
             UnsupportedError: If the model cannot take back tokens.
         """
         self._check(model, input_ids, generation_config, model_kwargs, streamer)
+        _check_processors(logits_processor)
         drafter = self._drafter(model, logits_processor, generation_config)
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -137,10 +149,29 @@ class Speculation:
             raise ConfigError(f"speculation returns tokens only: leave out {', '.join(asked)}, or decode without it")
         if input_ids.shape[1] == 0:
             raise ConfigError("speculation needs input_ids, got none: a draft cannot continue inputs_embeds")
-        if not kwargs.get("use_cache") or all(kwargs.get(name) is None for name in CACHE_NAMES):
-            raise ConfigError("speculation needs a KV cache: leave use_cache=True")
+        _check_cache(model, kwargs)
         if streamer is not None and input_ids.shape[0] > 1:
             raise ConfigError(f"a streamer takes one row, got {input_ids.shape[0]}: generate them one by one")
+
+
+def _check_processors(processors: LogitsProcessorList) -> None:
+    stateful = [type(one).__name__ for one in processors if isinstance(one, _STATEFUL_PROCESSORS)]
+    if stateful:
+        raise ConfigError(
+            f"speculation cannot work with {', '.join(stateful)} (of guidance_scale or watermarking_config), which "
+            "would count rejected drafts as text: leave it out, or decode without a draft"
+        )
+
+
+def _check_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    if not kwargs.get("use_cache") or cache is None:
+        raise ConfigError("speculation needs a KV cache: leave use_cache=True")
+    if fixed := fixed_layers(cache, model):
+        raise ConfigError(
+            f"speculation needs a KV cache that can forget rejected tokens, got one with {', '.join(fixed)}: leave out "
+            "cache_implementation, or pass a DynamicCache"
+        )
 
 
 def check_vocabulary(model: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -186,8 +217,12 @@ class _Run:
         self._num_virtual = 0
         """Places of the cache that hold no tokens: before the text, from PEFT's prompt and prefix tuning."""
         self._takes_positions = self._places.positions is not None
-        # A window counts places, so rows with holes would see less than their window; states take in each place.
-        self._is_dense = _has_window(model) or any(keeps_states(layer) for layer in cache.layers)
+        self._border = whole_beyond(model.config.get_text_config(decoder=True))
+        # A window counts places, so rows with holes would see less than their window; states take in each place; and
+        # a batch has one kind of rotary frequencies.
+        self._is_dense = (
+            _has_window(model) or self._border is not None or any(keeps_states(layer) for layer in cache.layers)
+        )
 
     def round(self, stopping_criteria: StoppingCriteriaList) -> list[int]:
         """Drafts, verifies and takes over; returns the new tokens of the first row."""
@@ -222,6 +257,10 @@ class _Run:
     def _limit(self) -> int:
         longest = max(self.texts.lengths[row] for row in self.texts.active_rows)
         left = int(self._config.max_length) - longest - 1
+        if self._border is not None:
+            # While the text has the frequencies of short ones, drafts must not bring it those of long ones.
+            room = self._border - self._places.length - self._num_virtual
+            left = min(left, room) if room >= 0 else left
         return self._owner._pace.limit(max(0, min(self._owner.max_tokens, left)))
 
     def _verify(self, places: Places, width: int) -> Tensor:
@@ -258,7 +297,11 @@ class _Run:
             is_first_iteration=self._is_first,
             **options,
         )
-        cache = inputs[self.cache_name]
+        cache = inputs.get(self.cache_name)
+        if cache is None:
+            # Phi-3 drops it where its frequencies change, and runs the whole text again.
+            config = model.config.get_text_config(decoder=True)
+            cache = inputs[self.cache_name] = DynamicCache(config=config)
         if cache is not self.kwargs[self.cache_name]:
             cache.activate_past_recording()
         return inputs
@@ -269,16 +312,20 @@ class _Run:
         counts = torch.where(texts.active.to(chosen.counts.device), chosen.counts, 0)
         if self._is_dense or not self._takes_positions:
             counts = torch.where(texts.active.to(counts.device), counts[texts.active].min(), 0)
-        newest = chosen.tokens.gather(1, counts[:, None])[:, 0]
-        places = self._places.accepted(drafts, counts, newest)
-        self.kwargs[self.cache_name].crop(places.length - 1 - self._places.length - drafts.shape[1])
-        self._drafter.forget(places.length - 1)
-        self._seen, self._places = places.length - 1, places
+        before = list(texts.lengths)
         for place in range(int(counts.max()) + 1):
             for row in texts.active_rows:
                 if place <= counts[row]:
                     texts.append(row, int(chosen.tokens[row, place]))
             self._stop([row for row in texts.active_rows if place <= counts[row]], stopping_criteria)
+        # A row that has ended within its drafts keeps no more of them in the cache than in the text.
+        new = counts.new_tensor(texts.lengths) - counts.new_tensor(before)
+        counts = (new - 1).clamp(min=0)
+        newest = chosen.tokens.gather(1, counts[:, None])[:, 0]
+        places = self._places.accepted(drafts, counts, newest)
+        self.kwargs[self.cache_name].crop(places.length - 1 - self._places.length - drafts.shape[1])
+        self._drafter.forget(places.length - 1)
+        self._seen, self._places = places.length - 1, places
 
     def _stop(self, rows: list[int], stopping_criteria: StoppingCriteriaList) -> None:
         """Ends rows with a new token that fulfil a criterion; criteria want texts of equal length."""

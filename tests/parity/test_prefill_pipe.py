@@ -28,9 +28,11 @@ from push_kit import (
     taken,
 )
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from type_models import save_type
 
 from recipes.benchmarks.links.swarm import DistantSwarm
 from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.checkpoint.tiny import WINDOW
 from swarm_plugins.client.sessions import pipe
 from swarm_plugins.client.sessions.pipe import num_chunks
 from swarm_plugins.server.compute.scheduler import Scheduler
@@ -83,6 +85,10 @@ def before_steps(
     return steps
 
 
+async def ignore(number: int, inputs: StepInputs) -> None:
+    """Has nothing happen."""
+
+
 @PUSHES
 def test_the_chunks_of_a_prompt_give_the_same_tokens(
     tiny_llama: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +106,17 @@ def test_the_chunks_of_a_prompt_give_the_same_tokens(
         assert [tokens for first, tokens in found if first == start] == [7, 7, 7, 4, 1, 1]
     num_pushed = NUM_CHUNKS + NEW_TOKENS - 1 if push == "on" else 0
     assert counts == ([0, num_pushed, num_pushed], [0, 0, 0])
+
+
+@PUSHES
+def test_no_chunk_ends_before_the_rotary_factors_of_the_whole_prompt(
+    tmp_path: Path, push: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_type("phi3/longrope", tmp_path)
+    steps = before_steps(monkeypatch, ignore)
+    with swarm_of(directory, push=push) as swarm:
+        assert decode(remote(swarm)).equal(decode(AutoModelForCausalLM.from_pretrained(directory)))
+    assert [one.hidden.shape[1] for one in steps if one.blocks.start == 0] == [WINDOW + 1, 7, 7, 2, 1, 1]
 
 
 @PUSHES

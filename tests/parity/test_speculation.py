@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from generation_modes import PADDED, PADDED_MASK, PROMPT
+from image_models import prompts, save_image_type
 from peft import (
     LoraConfig,
     PeftConfig,
@@ -19,10 +20,13 @@ from peft import (
     get_peft_model,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from type_models import save_type
 
-from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins import AutoSwarmModelForCausalLM, AutoSwarmModelForImageTextToText, SwarmConfig
+from swarm_plugins.checkpoint.tiny import FIRST_SPECIAL, VOCAB_SIZE
 from swarm_plugins.client.sessions.session import ClientSession
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.speculation import speculation as speculation_module
 from swarm_plugins.speculation.choice import Chosen
@@ -144,3 +148,42 @@ def test_a_lost_server_changes_no_token(
         assert decode(remote, batch=batch, speculation=speculation) == want
         assert len(killed) == 2
         assert len(trips) == speculation.counts.rounds
+
+
+def test_a_text_that_gets_other_rotary_frequencies_begins_again_on_servers(tmp_path: Path, trips: list[int]) -> None:
+    directory = save_type("phi3/longrope", tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    ids = torch.tensor([[5, 17, 99, 23, 5, 17]])
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 10_000}
+    want = local.generate(ids, **options)
+    with InProcessSwarm(directory) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        assert remote.generate(ids, **options, custom_generate=Speculation(noisy(local), max_tokens=4)).equal(want)
+    assert any(width >= 9 for width in trips), "the whole text ran again"
+
+
+@pytest.mark.parametrize("rows", [("tt",), ("tit", "t")], ids=str)
+def test_drafts_of_a_model_that_reads_images_change_no_token(tmp_path: Path, rows: tuple[str, ...]) -> None:
+    directory = save_image_type("qwen3_5", tmp_path)
+    local = AutoModelForImageTextToText.from_pretrained(directory).eval()
+    inputs = prompts(local, *rows)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 10_000}
+    words_only = {"suppress_tokens": list(range(FIRST_SPECIAL, VOCAB_SIZE))}
+    want = local.generate(**inputs, **options, **words_only)
+    with InProcessSwarm(directory) as swarm:
+        remote = AutoSwarmModelForImageTextToText.from_pretrained(directory, connection=swarm.connection)
+        speculation = Speculation(noisy(local), max_tokens=4)
+        assert remote.generate(**inputs, **options, **words_only, custom_generate=speculation).equal(want)
+        assert speculation.counts.accepted > 0
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_cache_of_fixed_size_takes_drafts_where_no_block_runs_here(pair: Any) -> None:
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 10_000}
+    drafted = {**options, "custom_generate": Speculation(pair.local), "cache_implementation": "static"}
+    assert pair.remote.generate(PROMPT, **drafted).equal(pair.local.generate(PROMPT, **options))
+    partly = AutoSwarmModelForCausalLM.from_pretrained(
+        pair.directory, connection=pair.swarm.connection, local_blocks=(1, 0)
+    )
+    with pytest.raises(ConfigError, match=r"can forget rejected tokens, got one with StaticLayer: leave out"):
+        partly.generate(PROMPT, **drafted)

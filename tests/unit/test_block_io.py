@@ -137,3 +137,20 @@ def test_uses_are_the_same_if_the_very_tensors_are() -> None:
     assert AdapterUse(adapters=(one,)).is_same(AdapterUse(adapters=(one,)))
     assert not AdapterUse(adapters=(one,)).is_same(AdapterUse(adapters=(adapter(),)))
     assert not AdapterUse(adapters=(one,)).is_same(AdapterUse(adapters=(one,), rows=(0,)))
+
+
+@pytest.mark.parametrize(
+    ("cached", "positions", "expected"),
+    [
+        pytest.param(0, None, [11, 4, 4, 1], id="from-the-start"),
+        pytest.param(7, None, [4, 4, 4, 4, 4], id="as-many-as-fit-are-enough"),
+        pytest.param(30, None, [4, 4, 4, 4, 4], id="beyond-already"),
+        pytest.param(0, torch.arange(-6, 14)[None].clamp(min=0), [17, 3], id="behind-padding"),
+        pytest.param(0, torch.arange(10)[None].repeat(1, 2), [4, 4, 4, 4, 4], id="never-beyond"),
+    ],
+)
+def test_tokens_that_are_encoded_together_are_not_cut(
+    cached: int, positions: Tensor | None, expected: list[int]
+) -> None:
+    whole = SpanInputs(blocks=range(1), hidden=torch.randn(2, 20, WIDTH), position_ids=positions, whole_beyond=10)
+    assert [part.hidden.shape[1] for part in whole.cut_tokens(4, cached)] == expected

@@ -68,10 +68,10 @@ def test_an_image_of_any_row_is_not_cut(before: int) -> None:
 )
 def test_pieces_end_where_an_image_does(size: int, expected: list[int]) -> None:
     inputs = SpanInputs(blocks=range(1), hidden=torch.randn(2, NEW, 4), layer_masks=masks(0))
-    pieces = inputs.cut_tokens(size)
+    pieces = inputs.cut_tokens(size, 0)
     assert [piece.hidden.shape[1] for piece in pieces] == expected
     assert torch.equal(torch.cat([piece.hidden for piece in pieces], dim=1), inputs.hidden)
-    plain = SpanInputs(blocks=range(1), hidden=inputs.hidden).cut_tokens(5)
+    plain = SpanInputs(blocks=range(1), hidden=inputs.hidden).cut_tokens(5, 0)
     assert [piece.hidden.shape[1] for piece in plain] == [5, 5, 2]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.blocks.probing.runs import FAULTS, SEED, Session, distance, random
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError, one_line
+from swarm_plugins.rotary import has_fixed_positions
 
 log = logging.getLogger(__name__)
 
@@ -115,26 +116,3 @@ def takes_rows(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) ->
 def _tolerance(cut: CutModel) -> float:
     # Far above rounding, even where it sends a token to another expert; far below the effect of foreign tokens.
     return 0.02 if cut.dtype == torch.float32 else 0.1
-
-
-def has_fixed_positions(config: Any) -> bool:
-    """Returns whether a token's position alone decides how it is encoded, not the tokens that come with it."""
-    # Other kinds recompute frequencies from the longest position of a call, which would mix sessions.
-    is_static = all(kind.get("rope_type", "default") not in ("dynamic", "longrope") for kind in _rotary_kinds(config))
-    return is_static and getattr(config, "attention_chunk_size", None) is None
-
-
-def whole_beyond(config: Any) -> int | None:
-    """Returns the longest sequence whose new tokens may be cut; None: those of any may.
-
-    Beyond it, transformers turns all keys of a call by the factors of long sequences (longrope): a first part that ends
-    before it would be turned by those of short ones.
-    """
-    kinds = [kind for kind in _rotary_kinds(config) if kind.get("rope_type") == "longrope"]
-    return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
-
-
-def _rotary_kinds(config: Any) -> list[dict[str, Any]]:
-    """Returns the parameters of all kinds of layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

@@ -57,6 +57,7 @@ class History:
             layer_masks=inputs.layer_masks,
             token_ids=inputs.token_ids,
             adapters=inputs.adapters,
+            whole_beyond=inputs.whole_beyond,
         )
         self.steps.append(sent)
         self.length = end
@@ -107,6 +108,8 @@ class History:
 def _are_joinable(one: SpanInputs, two: SpanInputs) -> bool:
     """Returns whether two steps give the same as one, which has its mask made by the model."""
     if one.layer_masks is not None or two.layer_masks is not None or not _hide_the_same(one, two):
+        return False
+    if one.is_beyond(0) != two.is_beyond(0):  # steps of a record have positions
         return False
     planes = [step.position_ids.shape[:-2] for step in (one, two) if step.position_ids is not None]
     return planes[:1] == planes[-1:] and one.adapters.is_same(two.adapters)

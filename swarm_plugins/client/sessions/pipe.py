@@ -127,7 +127,7 @@ class Pipe:
             least = max(least, min(num_chunks(len(spans), rows * tokens, step_s, token_s), most))
         if least == 1:
             return [self._inputs]
-        return self._inputs.cut_tokens(page_size(math.ceil(tokens / least), limit))
+        return self._inputs.cut_tokens(page_size(math.ceil(tokens / least), limit), self._cached)
 
     def _prepare(self, chunks: Sequence[SpanInputs]) -> None:
         """Makes the calls that servers are told of ahead: each gets its input from the server before."""

@@ -194,7 +194,7 @@ class SpanSession:
         if tokens == 1:
             return await self.ask(StepCall(self._servers, self, inputs, self.history.length))
         self.check_room(rows, tokens)
-        parts = inputs.cut_tokens(self.tokens_at_once(inputs))
+        parts = inputs.cut_tokens(self.tokens_at_once(inputs), self.history.length)
         if len(parts) > 1:
             await self.confirm()
             self.check_room(rows, tokens)

@@ -118,18 +118,16 @@ class Scheduler:
         prepare: Callable[[], None] | None = None,
         peer: str = "",
         takes_long: bool = False,
-        whole_beyond: int | None = None,
     ) -> SpanOutputs:
         """Runs the new tokens of one session, packed with other sessions'; other queued work must not touch its cache.
 
         ``prepare`` runs on the compute thread right before: the cache operations that come with the step. Peers take
-        turns when not all waiting steps fit in one forward. A step that ``takes_long`` takes turns with training; one
-        that ends beyond position ``whole_beyond`` is not cut.
+        turns when not all waiting steps fit in one forward. A step that ``takes_long`` takes turns with training.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        item = Step(inputs, prepare, peer, takes_long=takes_long, whole_beyond=whole_beyond)
+        item = Step(inputs, prepare, peer, takes_long=takes_long)
         result: SpanOutputs = await self._submit(item, self._waiting_steps, timeout_s)
         return result
 

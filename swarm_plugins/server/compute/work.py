@@ -132,27 +132,19 @@ def _in_one_part(function: Callable[[], T]) -> Parts[T]:
 class Step(Work):
     """New tokens of one session, which may run in several chunks; ``prepare`` runs before the first.
 
-    A step that ``takes_long`` runs as training does: alone, and others run between its blocks. One that ends beyond
-    position ``whole_beyond`` is not cut.
+    A step that ``takes_long`` runs as training does: alone, and others run between its blocks.
     """
 
-    __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "prepare", "takes_long", "whole_beyond")
+    __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "prepare", "takes_long")
 
     def __init__(
-        self,
-        inputs: StepInputs,
-        prepare: Callable[[], None] | None,
-        peer: str = "",
-        *,
-        takes_long: bool = False,
-        whole_beyond: int | None = None,
+        self, inputs: StepInputs, prepare: Callable[[], None] | None, peer: str = "", *, takes_long: bool = False
     ) -> None:
         super().__init__(peer)
         self.arrived = time.monotonic()
         self.inputs = inputs
         self.prepare = prepare
         self.takes_long = takes_long
-        self.whole_beyond = whole_beyond
         self._num_done = 0
         self._cached: int | None = None
         self._outputs: list[SpanOutputs] = []
@@ -178,17 +170,12 @@ class Step(Work):
 
         Nor is it if the last token decides how all are encoded.
         """
-        if self.inputs.layer_masks is not None or self._is_encoded_together:
+        inputs = self.inputs
+        if inputs.layer_masks is not None:
             return True
-        return self.inputs.attention_mask is not None and self.inputs.cache.has_states
-
-    @property
-    def _is_encoded_together(self) -> bool:
-        if self.whole_beyond is None:
-            return False
-        positions = self.inputs.position_ids
-        end = self.inputs.cache.length + self.num_left if positions is None else int(positions.max()) + 1
-        return end > self.whole_beyond
+        if inputs.whole_beyond is not None and inputs.is_beyond(inputs.cache.length - self._num_done):
+            return True
+        return inputs.attention_mask is not None and inputs.cache.has_states
 
     @property
     def work(self) -> int:

@@ -171,6 +171,7 @@ class _Stream:
                 adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows),
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,
+                whole_beyond=service.spec.whole_beyond,
             )
             # Unknown until the answer is signed: a step that fails may have changed the cache all the same.
             history, session.history = session.history, b""
@@ -180,7 +181,6 @@ class _Stream:
                 prepare=(lambda: session.change(request.ops)) if request.ops else None,
                 peer=self._peer,
                 takes_long=_takes_long(adapters),
-                whole_beyond=service.spec.whole_beyond,
             )
             reused = 0
             if request.ops:

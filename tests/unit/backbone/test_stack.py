@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.backbone import context as context_module
 from swarm_plugins.backbone.context import SwarmSettings
+from swarm_plugins.backbone.hooks import counted, num_changes, seen_by_hooks
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import UnsupportedError
@@ -52,6 +53,10 @@ def test_each_server_is_asked_once_a_pass(remote: PreTrainedModel, requests: Cou
     requests.clear()
     remote.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert requests == {"peer0 step": 5, "peer1 step": 5}
+
+
+def test_a_client_knows_which_router_logits_to_expect(remote: PreTrainedModel) -> None:
+    assert remote.model.layers[0].swarm_stack.routers == dict.fromkeys(range(4), 4)
 
 
 @torch.no_grad()
@@ -130,3 +135,78 @@ def test_settings_connect_at_the_first_use_and_once(monkeypatch: pytest.MonkeyPa
     stack.check()
     stack.check()
     assert asked == [settings.initial_peers]
+
+
+def _read_by_hooks(model: PreTrainedModel, layers: list[int], *, use_cache: bool) -> list[torch.Tensor]:
+    """Runs a prompt, and a token after it; returns what hooks before and after some layers have seen."""
+    seen: list[torch.Tensor] = []
+    handles = [
+        handle
+        for layer in (model.model.layers[index] for index in layers)
+        for handle in (
+            layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone())),
+            layer.register_forward_hook(lambda *call: seen.append(call[-1].clone())),
+        )
+    ]
+    output = model(IDS, use_cache=use_cache)
+    if use_cache:
+        model(IDS[:, :1], past_key_values=output.past_key_values)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [2]], ids=str)
+@torch.no_grad()
+def test_hooks_that_read_see_what_they_see_locally(
+    remote: PreTrainedModel, local: PreTrainedModel, layers: list[int], use_cache: bool
+) -> None:
+    got, want = (_read_by_hooks(model, layers, use_cache=use_cache) for model in (remote, local))
+    assert len(got) == len(layers) * 2 * (1 + use_cache)
+    torch.testing.assert_close(got, want, **FP32)
+
+
+@torch.no_grad()
+def test_only_hooks_of_the_users_make_servers_send_hidden_states(remote: PreTrainedModel) -> None:
+    layers = list(remote.model.layers)
+    remote(IDS, output_hidden_states=True)
+    assert all(layer._forward_hooks for layer in layers), "those of transformers stay"
+    assert seen_by_hooks(range(4), layers) == frozenset()
+    layers[0].register_forward_pre_hook(lambda *_: None)
+    layers[3].register_forward_hook(lambda *_: None)
+    assert seen_by_hooks(range(4), layers) == frozenset(), "the client has the chain's input and output anyway"
+    layers[2].register_forward_pre_hook(lambda *_: None)
+    layers[2].register_forward_hook(lambda *_: None)
+    assert seen_by_hooks(range(4), layers) == {1, 2}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_hooks_that_change_hidden_states_in_place_are_refused_before_the_end(
+    remote: PreTrainedModel, local: PreTrainedModel, mode: Any
+) -> None:
+    def change(*call: Any) -> None:
+        hidden = call[-1][0] if isinstance(call[-1], tuple) else call[-1]
+        hidden += torch.linspace(-1, 1, 32)
+
+    with mode():
+        for index, register in ((1, "register_forward_hook"), (2, "register_forward_pre_hook")):
+            handle = getattr(remote.model.layers[index], register)(change)
+            with pytest.raises(UnsupportedError, match=r"changed between remote blocks 1 and 2 \(by a hook\?\)"):
+                remote(IDS)
+            handle.remove()
+        handles = [model.model.layers[3].register_forward_hook(change) for model in (remote, local)]
+        got, want = remote(IDS).logits, local(IDS).logits
+        handles[1].remove()
+        torch.testing.assert_close(got, want, **FP32)
+
+
+@torch.inference_mode()
+def test_changes_in_place_count_in_inference_mode() -> None:
+    made = torch.zeros(3)
+    one = counted(made)
+    before = num_changes(one)
+    one += 1
+    assert num_changes(made) is None
+    assert before is not None
+    assert num_changes(one) == before + 1

@@ -82,14 +82,14 @@ async def test_a_prompt_is_cut_only_where_all_parts_are_encoded_alike(
 ) -> None:
     span = load_span(Checkpoint.open(str(directory)), BLOCKS)
     hidden = states(1, length, WIDTH)
-    inputs = StepInputs(cache=span.new_cache(1, BLOCKS), blocks=BLOCKS, hidden=hidden)
-    step = Step(inputs, None, whole_beyond=span.spec.whole_beyond)
+    cache, border = span.new_cache(1, BLOCKS), span.spec.whole_beyond
+    step = Step(StepInputs(cache=cache, blocks=BLOCKS, hidden=hidden, whole_beyond=border), None)
     parts = []
     while step.num_left:
         [(_, num_tokens)] = choose_pack([step], 8)
         parts.append(step.chunk(num_tokens))
         step.add(parts[-1], span.step([parts[-1]])[0])
-    is_whole = span.spec.whole_beyond is not None and length > ORIGINAL
+    is_whole = border is not None and length > ORIGINAL
     assert len(parts) == (1 if is_whole else num_parts)
     [expected] = local_steps(directory, hidden, [length])
     torch.testing.assert_close(step.result().hidden, expected, rtol=1e-5, atol=1e-5)

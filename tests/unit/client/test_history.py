@@ -86,6 +86,13 @@ def test_decode_steps_replay_as_one_prefill() -> None:
     assert merged[0].position_ids.tolist() == [list(range(50))]
 
 
+def test_steps_on_both_sides_of_a_rotary_border_stay_apart() -> None:
+    history = History()
+    for first, tokens in ((0, 3), (3, 1), (4, 1), (5, 1)):
+        history.append(replace(step(tokens, first, 2, mask=False), whole_beyond=4))
+    assert [one.hidden.shape[1] for one in history.merged()] == [4, 2]
+
+
 def test_ids_of_tokens_follow_their_tokens() -> None:
     history = History()
     for first, tokens in ((0, 3), (3, 1), (4, 2)):

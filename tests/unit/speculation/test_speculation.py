@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from image_models import prompts, save_image_type
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    LogitsProcessorList,
+    PreTrainedModel,
+    SynthIDTextWatermarkingConfig,
+)
 from transformers.generation.streamers import BaseStreamer
+from type_models import tiny_type_model
 
+from swarm_plugins.checkpoint.tiny import FIRST_SPECIAL, VOCAB_SIZE
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.speculation.choice import choose_sampled
@@ -26,10 +36,9 @@ ENDS = list(range(3, 128, 7))
 FAMILIES = ("llama", "mixtral_sliding", "gpt_oss")
 
 
-def near(model: PreTrainedModel, family: str) -> PreTrainedModel:
+def near(model: PreTrainedModel) -> PreTrainedModel:
     """A model that often says what ``model`` says."""
-    other = tiny_model(family).eval()
-    other.load_state_dict(model.state_dict())
+    other = copy.deepcopy(model)
     head = other.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -54,7 +63,7 @@ def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel]:
     model = tiny_model(request.param).eval()
-    return model, near(model, request.param)
+    return model, near(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"eos_token_id": ENDS}], ids=str)
@@ -83,7 +92,7 @@ def test_rows_accept_different_lengths_where_no_window_counts_places(
 
     accepted = Places.accepted
     monkeypatch.setattr(Places, "accepted", note)
-    speculation = Speculation(near(model, family), max_tokens=3)
+    speculation = Speculation(near(model), max_tokens=3)
     greedy(model, PADDED, speculation, max_new_tokens=40, eos_token_id=10_000)
     assert 0.1 < speculation.counts.accepted / speculation.counts.drafted < 0.9
     assert any(len(set(counts.tolist())) > 1 for counts in taken[:-3]) == differ
@@ -93,7 +102,7 @@ def test_rows_accept_different_lengths_where_no_window_counts_places(
 
 def test_sampled_texts_have_the_same_shares() -> None:
     model = tiny_model("llama").eval()
-    draft = near(model, "llama")
+    draft = near(model)
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "num_return_sequences": 1500}
     ids = PROMPT[:, :4]
@@ -167,6 +176,47 @@ def test_a_cache_is_continued() -> None:
     assert again.tolist() == greedy(model, longer).tolist()
 
 
+@pytest.mark.parametrize("num_new", [1, 2, 4])
+@torch.no_grad()
+def test_the_cache_holds_the_text_when_a_row_ends_within_its_drafts(num_new: int) -> None:
+    model = tiny_type_model("llama")
+
+    def is_ended(ids: Tensor, scores: Tensor | None) -> Tensor:
+        return torch.full((ids.shape[0],), ids.shape[1] == PROMPT.shape[1] + num_new)
+
+    speculation = Speculation(model, max_tokens=6)
+    options = {"return_dict_in_generate": True, "stopping_criteria": [is_ended], "eos_token_id": 10_000}
+    found: Any = greedy(model, PROMPT, speculation, **options)
+    assert speculation.counts.rounds == 1, "all drafts are accepted"
+    assert found.past_key_values.get_seq_length() == found.sequences.shape[1] - 1
+    longer = torch.cat((found.sequences[:, -1:], PROMPT), dim=1)
+    want = model(torch.cat((found.sequences, PROMPT), dim=1)).logits[:, -1]
+    torch.testing.assert_close(model(longer, past_key_values=found.past_key_values).logits[:, -1], want)
+
+
+@pytest.mark.parametrize("length", [4, 7, 8, 9])
+@pytest.mark.parametrize("ids", [PROMPT, torch.cat((PADDED, PADDED.flip(1)), dim=1)], ids=["one row", "three rows"])
+def test_tokens_are_equal_where_long_texts_have_other_rotary_frequencies(ids: Tensor, length: int) -> None:
+    """Phi-3 begins again without a cache behind 8 tokens."""
+    model = copy.deepcopy(tiny_type_model("phi3/longrope"))
+    model.config.sliding_window = None
+    options = {"max_new_tokens": 8, "eos_token_id": 10_000}
+    want = greedy(model, ids[:, :length], **options)
+    for one in (near(model), "lookup", model):
+        assert greedy(model, ids[:, :length], Speculation(one, max_tokens=5), **options).equal(want)
+
+
+@pytest.mark.parametrize("rows", [("tt",), ("tit", "t")], ids=str)
+def test_tokens_of_models_with_planes_of_positions_are_equal(tmp_path: Path, rows: tuple[str, ...]) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(save_image_type("qwen2_vl", tmp_path)).eval()
+    inputs = prompts(model, *rows)
+    words_only = {"suppress_tokens": list(range(FIRST_SPECIAL, VOCAB_SIZE))}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 10_000, **words_only}
+    want = model.generate(**inputs, **options)
+    for one in (tiny_model("llama").eval(), "lookup", model):
+        assert model.generate(**inputs, **options, custom_generate=Speculation(one, max_tokens=3)).equal(want)
+
+
 def test_what_cannot_work_is_said_in_a_sentence() -> None:
     model = tiny_model("llama").eval()
     other = tiny_model("llama").eval()
@@ -178,7 +228,17 @@ def test_what_cannot_work_is_said_in_a_sentence() -> None:
             "lookup",
             {"output_scores": True, "return_dict_in_generate": True},
         ),
-        r"needs a KV cache": ("lookup", {"use_cache": False}),
+        r"needs a KV cache: leave": ("lookup", {"use_cache": False}),
+        r"can forget rejected tokens, got one with StaticLayer": ("lookup", {"cache_implementation": "static"}),
+        r"can forget rejected tokens, got one with Fp8QuantizedLayer: leave out cache_implementation": (
+            "lookup",
+            {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
+        ),
+        r"cannot work with UnbatchedClassifierFreeGuidanceLogitsProcessor": ("lookup", {"guidance_scale": 1.5}),
+        r"cannot work with SynthIDTextWatermarkLogitsProcessor .* decode without a draft": (
+            "lookup",
+            {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5], ngram_len=2)},
+        ),
     }
     for text, (draft, options) in cases.items():
         with pytest.raises(ConfigError, match=text):

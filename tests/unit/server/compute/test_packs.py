@@ -38,7 +38,7 @@ def test_a_pack_of_100_tokens(waiting: list[Any], expected: list[int]) -> None:
 
 async def test_an_image_stays_whole() -> None:
     masks = packed([""], [torch.ones(1, 3, 3, dtype=torch.bool)])
-    inputs: Any = SimpleNamespace(layer_masks=masks, attention_mask=None, cache=None)
+    inputs: Any = SimpleNamespace(layer_masks=masks, attention_mask=None, cache=None, whole_beyond=None)
     assert Step(inputs, None).is_whole
     inputs.layer_masks, inputs.attention_mask, inputs.cache = None, None, SimpleNamespace(has_states=True)
     assert not Step(inputs, None).is_whole
