@@ -40,7 +40,8 @@ def _save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -
     bases = []
     for index, model in enumerate(map(_unwrapped, models)):
         if is_placed(model):
-            weights[index] = trained_state(model)
+            # Each on its own: accelerate refuses names of one tensor, as of tied weights.
+            weights[index] = {name: one.clone() for name, one in trained_state(model).items()}
         bases.append(describe_base(model) if is_placed(model) else None)
     # Every process writes the same.
     (Path(folder) / _DESCRIPTION).write_text(json.dumps(bases))

@@ -11,8 +11,10 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback as UnifiedCallback
 from pytorch_lightning.callbacks import Callback as StandaloneCallback
+from torch.distributed.tensor import DTensor
 
 from swarm_plugins.callbacks.publishing import Publishing, log
+from swarm_plugins.errors import ConfigError
 
 
 class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
@@ -29,11 +31,18 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
         """Finds the adapter to publish.
 
         Raises:
-            ConfigError: If the module has none.
+            ConfigError: If the module has none, or one whose tensors are divided over processes.
         """
         if trainer.fast_dev_run:
             log.info("fast_dev_run: nothing is published to %s", self.repo_id)
-        elif trainer.is_global_zero:
+            return
+        if any(isinstance(one, DTensor) for one in pl_module.parameters() if one.requires_grad):
+            # On every rank: the first one alone would wait for the others to gather it.
+            raise ConfigError(
+                "an adapter on experts that are divided over ranks cannot be published while it trains: leave the "
+                "callback out, save what gather_state_dict(module, trained_only=True) returns, and use `swarm push`"
+            )
+        if trainer.is_global_zero:
             self.begin(pl_module, Path(trainer.default_root_dir))
             no_hook = any(getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks)
             if "save" in self.on and no_hook:

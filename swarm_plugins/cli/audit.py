@@ -46,6 +46,8 @@ def audit(
             check_model_name(model)
         if peer is None and (model is not None or forgive):
             raise ConfigError("no peer is named: give its id, as `swarm audit` alone lists it")
+        if forgive and (model is not None or Path(peer or "").is_file()):
+            raise ConfigError("--forgive takes the id of a peer alone: leave out --model, and give no file")
         file = Path(peer) if peer and Path(peer).is_file() else _look_up(peer, forgive=forgive)
         if file is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -197,12 +198,11 @@ def series_of(records: Sequence[EvalRecord]) -> list[Series]:
     groups: dict[tuple[TaskSetting, str], list[EvalRecord]] = {}
     for one in records:
         groups.setdefault((one.setting, one.metric_label), []).append(one)
-    settings = {setting for setting, _ in groups}
+    labels = Counter(setting.label() for setting in {setting for setting, _ in groups})
     found = []
     for (setting, metric), group in groups.items():
-        is_ambiguous = any(other != setting and other.label() == setting.label() for other in settings)
         # A tag may have been moved: its last record counts.
         by_tag = {record.tag: record for record in group}
-        label = f"{setting.label(with_digest=is_ambiguous)} {metric}"
+        label = f"{setting.label(with_digest=labels[setting.label()] > 1)} {metric}"
         found.append(Series(label, tuple(by_tag[tag] for tag in in_order(by_tag))))
     return found

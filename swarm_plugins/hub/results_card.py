@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from swarm_plugins.errors import CheckpointError, one_line
 from swarm_plugins.hub.results import BASE_TAG, RESULTS_FILE, EvalRecord, Series, in_order, series_of
@@ -15,7 +15,6 @@ from swarm_plugins.hub.results import BASE_TAG, RESULTS_FILE, EvalRecord, Series
 PLOT_FILE = "results.png"
 _SOURCE = "swarm eval"
 _BEGIN, _END = "<!-- swarm eval: begin -->", "<!-- swarm eval: end -->"
-_SECTION = re.compile(rf"\n*{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
 
 
 def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url: str) -> str:
@@ -31,6 +30,7 @@ def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url:
         CheckpointError: If the card's metadata cannot be understood.
     """
     try:
+        _check_metadata(card)
         found = ModelCard(card)
         data: Any = found.data  # of a card's own class
         others = [one for one in data.eval_results or () if one.source_name != _SOURCE]
@@ -42,9 +42,28 @@ def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url:
     results = [*others, *_index(records, data.pipeline_tag or "text-generation", source)]
     data.eval_results = results or None
     data.model_name = (data.model_name or repo_id.split("/")[-1]) if results else None
-    body = _SECTION.sub("\n", found.text).rstrip("\n")
+    body = _without_section(found.text).rstrip("\n")
     section = f"\n\n{_section(records)}" if records else ""
     return f"---\n{data.to_yaml()}\n---\n{body}{section}\n"
+
+
+def _check_metadata(card: str) -> None:
+    """Raises ValueError if a card's metadata has aliases, by which a small one can stand for any number of results."""
+    block = REGEX_YAML_BLOCK.search(card)
+    if block is not None and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(block[2])):
+        raise ValueError("its metadata has YAML aliases, which cards do not need")
+
+
+def _without_section(text: str) -> str:
+    """Returns a card's text without the results that it had."""
+    kept, start = [], 0
+    while (begin := text.find(_BEGIN, start)) >= 0 and (end := text.find(_END, begin)) >= 0:
+        kept.append(text[start:begin])
+        start = end + len(_END)
+    if not kept:
+        return text
+    first, *others = kept
+    return "\n".join([first.rstrip("\n"), *(one.strip("\n") for one in others), text[start:].lstrip("\n")])
 
 
 def results_table(series: Sequence[Series]) -> list[list[str]]:

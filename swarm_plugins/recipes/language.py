@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from torch import Tensor, nn
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
@@ -63,7 +63,7 @@ class LanguageTuner(pl.LightningModule):
         """Returns HF's model output, with the loss if there are labels."""
         if self.model is None:
             raise RuntimeError("the model is made in configure_model, which a Trainer calls")
-        if not _takes_positions(self.model):
+        if not takes_positions(self.model):
             batch.pop("position_ids", None)
         return self.model(**batch, use_cache=False)
 
@@ -89,11 +89,19 @@ class LanguageTuner(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def _takes_positions(model: nn.Module) -> bool:
-    """Returns whether a model uses the positions that it is given: PEFT makes its own for soft prompts."""
-    is_prompt = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    return not is_prompt and "position_ids" in inspect.signature(base.forward).parameters
+def takes_positions(model: Any, *, with_prefix: bool = False) -> bool:
+    """Returns whether a model uses the positions that it is given: PEFT makes its own for soft prompts.
+
+    Args:
+        model: The model.
+        with_prefix: Count models with a prefix, too: it lies in a cache, and makes no rows of packed texts.
+    """
+    if isinstance(model, PeftModel):
+        config = model.active_peft_config
+        if config.is_prompt_learning and not (with_prefix and config.peft_type == PeftType.PREFIX_TUNING):
+            return False
+        model = model.get_base_model()
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 class AdapterTuner(LanguageTuner):

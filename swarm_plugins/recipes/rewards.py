@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.data import _RecipeData
-from swarm_plugins.recipes.language import AdapterTuner
+from swarm_plugins.recipes.language import AdapterTuner, takes_positions
 from swarm_plugins.recipes.packing import without_end
 from swarm_plugins.recipes.preferences import token_log_probs
 from swarm_plugins.recipes.rows import load_rows
@@ -104,7 +104,9 @@ class RewardTuner(AdapterTuner):
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + _TINY)
         answer = mask[:, batch["input_ids"].shape[1] :]
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = self(input_ids=tokens, attention_mask=mask, position_ids=positions).logits[:, -tokens.shape[1] :]
+        named = {"position_ids": positions} if takes_positions(self.model, with_prefix=True) else {}
+        model: Any = self.model
+        logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, **named).logits[:, -tokens.shape[1] :]
         log_probs = token_log_probs(logits / self.temperature, tokens)[:, -answer.shape[1] :]
         # On the policy that sampled: the ratio is 1, and has the gradient of the log probability.
         gains = (log_probs - log_probs.detach()).exp() * advantages.view(-1, 1) * answer

@@ -86,8 +86,11 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, FabricStrategyBase, _Ba
         closure = kwargs.pop("closure", None)
         if closure is None:
             self.synchronize(self._module, optimizer)
-            return super().optimizer_step(optimizer, **kwargs)
-        return super().optimizer_step(optimizer, closure=self.after(closure, self._module, optimizer), **kwargs)
+        else:
+            kwargs["closure"] = self.after(closure, self._module, optimizer)
+        output = super().optimizer_step(optimizer, **kwargs)
+        self.stepped(optimizer)
+        return output
 
     def clip_gradients_norm(
         self,

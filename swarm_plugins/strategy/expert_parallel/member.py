@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel import clip_gradients, parallelism_of, parallelize, synchronize_gradients
@@ -62,6 +63,8 @@ class ExpertParallelMember:
         self._num_backwards = 0
         # Optimizer -> backward passes when the gradients of its parameters were last synchronized.
         self._synchronized: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # Optimizer -> its gradients, with their versions, when they were last clipped; until it steps.
+        self._clipped: WeakKeyDictionary[Optimizer, list[tuple[TensorWeakRef, int]]] = WeakKeyDictionary()
 
     @property
     def accelerator(self) -> Any:
@@ -112,11 +115,34 @@ class ExpertParallelMember:
         """Makes the gradients that an optimizer uses those of all ranks, once after any number of backward passes.
 
         Raises:
+            ConfigError: If more was added to gradients that were clipped.
             TransportError: If another rank is lost.
         """
-        if self._synchronized.get(optimizer, 0) != self._num_backwards:
-            synchronize_gradients(module, parameters=parameters_of(optimizer))
-            self._synchronized[optimizer] = self._num_backwards
+        if self._synchronized.get(optimizer, 0) == self._num_backwards or self._are_as_clipped(optimizer):
+            return
+        synchronize_gradients(module, parameters=parameters_of(optimizer))
+        self._synchronized[optimizer] = self._num_backwards
+
+    def _are_as_clipped(self, optimizer: Optimizer) -> bool:
+        """Returns whether backward passes since an optimizer's gradients were clipped were those of others."""
+        now = {id(one.grad) for one in parameters_of(optimizer) if one.grad is not None}
+        clipped = [(one(), version) for one, version in self._clipped.get(optimizer, ())]
+        kept = [(one, version) for one, version in clipped if one is not None and id(one) in now]
+        if any(one._version != version for one, version in kept):
+            # Gradients of experts would be divided by the number of batches once more.
+            raise ConfigError(
+                "gradients were clipped, and then others were added to them: clip once, right before optimizer.step(); "
+                "to leave out a step, call optimizer.zero_grad(set_to_none=True)"
+            )
+        return len(kept) == len(now) > 0
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Notes that an optimizer has used its gradients."""
+        self._clipped.pop(optimizer, None)
+
+    def _note_clipped(self, optimizer: Optimizer) -> None:
+        grads = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
+        self._clipped[optimizer] = [(TensorWeakRef(grad), grad._version) for grad in grads]
 
     def after(self, closure: Callable[[], Any], module: nn.Module, optimizer: Any) -> Callable[[], Any]:
         """Returns an optimizer's closure that synchronizes the gradients it has computed."""
@@ -132,7 +158,9 @@ class ExpertParallelMember:
         """Clips an optimizer's gradients by their norm over all ranks, each counted once; returns the norm before."""
         optimizer = unwrapped_optimizer(optimizer)
         self.synchronize(module, optimizer)
-        return clip_gradients(module, max_norm, norm_type=norm_type, parameters=parameters_of(optimizer))
+        norm = clip_gradients(module, max_norm, norm_type=norm_type, parameters=parameters_of(optimizer))
+        self._note_clipped(optimizer)
+        return norm
 
     def clip_values(self, module: nn.Module, optimizer: Any, limit: float) -> None:
         """Clips each number of an optimizer's gradients."""
@@ -142,6 +170,7 @@ class ExpertParallelMember:
             # torch's function takes no mixture of distributed and other tensors.
             if parameter.grad is not None:
                 local(parameter.grad).clamp_(-limit, limit)
+        self._note_clipped(optimizer)
 
     def whole_state_of(self, optimizer: Any) -> dict[str, Any]:
         """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""

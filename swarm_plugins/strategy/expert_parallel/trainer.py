@@ -62,7 +62,9 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, TrainerStrategyBase, _
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps with the gradients of all ranks; accumulated ones are sent once."""
-        return super().optimizer_step(optimizer, self.after(closure, self._module, optimizer), model, **kwargs)
+        output = super().optimizer_step(optimizer, self.after(closure, self._module, optimizer), model, **kwargs)
+        self.stepped(optimizer)
+        return output
 
     def on_train_start(self) -> None:
         """Checks that all ranks have as many batches."""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -68,7 +69,7 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         self.average([one for part in self._modules for one in part.parameters() if one.requires_grad])
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training or self.run_id is None:
+        if not module.training or not torch.is_grad_enabled() or self.run_id is None:
             return
         if self.shared_run is None:
             self.shared_run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)

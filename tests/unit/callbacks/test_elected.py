@@ -8,8 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from swarm_plugins import HubAdapterCallback
+from swarm_plugins.callbacks import for_lightning
+from swarm_plugins.errors import ConfigError
 
 
 class Run:
@@ -58,3 +61,11 @@ def test_one_peer_publishes_the_shared_weights(
     callback.on_validation_end(trainer(run), None)
     callback.on_train_end(trainer(run), None)
     assert events == published
+
+
+def test_an_adapter_that_is_divided_over_ranks_is_refused_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_lightning, "DTensor", nn.Parameter)
+    for is_first in (True, False):
+        run = SimpleNamespace(fast_dev_run=False, is_global_zero=is_first)
+        with pytest.raises(ConfigError, match="cannot be published while it trains: leave the callback out"):
+            HubAdapterCallback("me/adapter").on_fit_start(run, nn.Linear(1, 1))

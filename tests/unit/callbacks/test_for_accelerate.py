@@ -13,10 +13,11 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM, save_only_trained
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.testing.models import save_tiny, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +27,12 @@ def _leaves_no_state() -> Iterator[None]:
         state._reset_state()
 
 
-def prepared(base: Path, *others: nn.Module, rank: int = 4) -> tuple[Accelerator, Any]:
+def prepared(base: Path, *others: nn.Module, rank: int = 4, **more: Any) -> tuple[Accelerator, Any]:
     """An accelerator with an adapter of its own, on a base in memory."""
     accelerator = Accelerator(cpu=True)
     save_only_trained(accelerator)
     loaded = AutoSwarmModelForCausalLM.from_pretrained(base, offload="none")
-    settings = LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
+    settings = LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False, **more)
     model = get_peft_model(loaded, settings)
     accelerator.prepare(*others, model)
     return accelerator, model
@@ -67,6 +68,20 @@ def test_of_another_model_with_tied_weights_a_state_has_one(tiny_mixtral: Path, 
         tied[0].weight.zero_()
     accelerator.load_state(str(tmp_path))
     assert torch.equal(tied[1].weight, before)
+
+
+def test_trained_tokens_of_tied_weights_are_saved_and_loaded(tmp_path: Path) -> None:
+    config = tiny_model("llama", num_layers=1).config
+    config.tie_word_embeddings = True
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
+    accelerator, model = prepared(tmp_path / "tied", trainable_token_indices=[5, 6])
+    accelerator.save_state(str(tmp_path / "state"))
+    before = trained(model)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert all(torch.equal(before[name], one) for name, one in trained(model).items())
 
 
 def test_a_state_of_another_base_or_adapter_changes_nothing(tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -136,9 +136,19 @@ def test_what_others_wrote_on_the_card_stays() -> None:
 
 
 def test_a_card_that_cannot_be_understood_is_refused() -> None:
-    for card in ("---\na: [\n---\n", "---\n- 1\n---\n", "---\nmodel-index:\n- 1\n---\n"):
+    many = "---\none: &one [1]\nmodel-index: [*one, *one]\n---\n"
+    for card in ("---\na: [\n---\n", "---\n- 1\n---\n", "---\nmodel-index:\n- 1\n---\n", many):
         with pytest.raises(CheckpointError, match=r"the card \(README.md\) of me/adapter cannot be understood"):
             shown(card, [RECORD])
+
+
+def test_every_earlier_section_of_results_goes() -> None:
+    once = shown("---\nlicense: mit\n---\nWords.\n", [RECORD])
+    section = once[once.index("<!-- swarm eval: begin") :]
+    begin = section.splitlines()[0]
+    text = shown(f"{once}\nMore.\n\n{section}\nLast.\n{begin} of a thing without an end\n", [RECORD])
+    assert text.count("## Results of the versions") == 1
+    assert f"Words.\nMore.\nLast.\n{begin} of a thing without an end\n\n{begin}" in text
 
 
 def test_a_strangers_words_stay_in_their_cell() -> None:

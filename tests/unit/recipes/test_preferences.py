@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
@@ -89,6 +89,24 @@ def test_a_reward_raises_the_probability_of_the_better_answer_up_to_its_end(monk
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-(0.5**0.5) * (2 * 3 - 2 * 2) / 10, rel=1e-2)
     assert any(one.grad is not None and one.grad.abs().max() > 0 for one in model.parameters())
+
+
+def test_a_prefix_is_learned_at_the_positions_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = RewardTuner("base", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3})
+    tuner.model = model = get_peft_model(
+        tiny_model("llama", num_layers=2), PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    )
+    seen: list[Tensor] = []
+
+    def note(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["position_ids"])
+
+    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    monkeypatch.setattr(tuner, "_sampled", lambda *_: (torch.full((2, 4), 5), mask, torch.tensor([0.0, 1.0])))
+    tuner.num_generations, tuner.log_dict = 2, lambda found, **_: None  # type: ignore[assignment]
+    tuner.training_step({"input_ids": torch.ones(1, 2)}, 0)
+    assert seen[0].tolist() == [[3, 3, 3, 4], [3, 4, 5, 6]]
 
 
 def test_answers_are_sampled_as_they_are_learned_and_stop_at_any_end(monkeypatch: pytest.MonkeyPatch) -> None:

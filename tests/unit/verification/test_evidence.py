@@ -156,6 +156,8 @@ def test_swarm_audit_lists_replays_and_forgives(llama: Path, mixtral: Path, cach
     assert "the evidence is about" in audit(peer, "--model", str(mixtral), code=2)
     (file,) = (cache / "evidence").iterdir()
     assert f"signed by {peer}: yes" in audit(str(file), "--model", str(llama))
+    for words in ((str(file),), (peer, "--model", str(llama))):
+        assert "--forgive takes the id of a peer alone" in audit(*words, "--forgive", code=2)
     assert "may be used again" in audit(peer, "--forgive")
     assert "No server is in quarantine" in audit()
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from swarm_plugins import ExpertParallelStrategy, FabricExpertParallelStrategy
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.strategy.expert_parallel import member
 from swarm_plugins.strategy.expert_parallel.member import find_mixture
 from swarm_plugins.testing import tiny_model
 
@@ -110,3 +111,29 @@ def test_the_name_is_known_in_both_spellings_and_loads_no_swarm() -> None:
     home = "swarm_plugins.strategy.expert_parallel"
     assert modules == [f"{home}.{end}" for end in ("unified", "standalone", "unified", "standalone_fabric")]
     assert hivemind == "[]"
+
+
+def test_gradients_are_clipped_once_all_of_them_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    synchronized: list[int] = []
+    monkeypatch.setattr(member, "synchronize_gradients", lambda module, parameters: synchronized.append(1))
+    monkeypatch.setattr(member, "clip_gradients", lambda module, *_, **__: torch.tensor(1.0))
+    strategy, layer, other = FabricExpertParallelStrategy(), nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters())
+
+    def backward(module: nn.Module) -> None:
+        module(torch.ones(1, 2)).sum().backward()
+        strategy._num_backwards += 1
+
+    backward(layer)
+    strategy.clip_norm(layer, optimizer, 1.0)
+    backward(other)
+    strategy.synchronize(layer, optimizer)
+    assert len(synchronized) == 1, "nothing was added to these"
+    backward(layer)
+    with pytest.raises(ConfigError, match="clipped, and then others were added to them: clip once, right before"):
+        strategy.synchronize(layer, optimizer)
+    for forget in (optimizer.zero_grad, lambda: strategy.stepped(optimizer)):
+        forget()
+        backward(layer)
+        strategy.clip_norm(layer, optimizer, 1.0)
+    assert len(synchronized) == 3

@@ -11,9 +11,11 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
+from torch import nn
 
 from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, SwarmConfig, SwarmStrategy
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.strategy.swarm import fabric as fabric_strategy
 from swarm_plugins.strategy.swarm import processes
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmPeer"
@@ -148,3 +150,11 @@ def test_a_run_of_several_peers_needs_a_swarm(cls: Any) -> None:
 def test_an_unknown_argument_names_the_class_that_users_know() -> None:
     with pytest.raises(TypeError, match=r"SwarmStrategy\.__init__\(\) got an unexpected .*'initial_peer'"):
         SwarmStrategy(initial_peer="x")  # type: ignore[call-arg]
+
+
+def test_a_forward_without_gradients_joins_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric_strategy, "make_run", pytest.fail)
+    strategy = FabricSwarmStrategy(run_id="ours")
+    with torch.no_grad():
+        strategy._count(nn.Linear(2, 2).train(), (torch.ones(3, 2),), {})
+    assert strategy._samples == 0
