@@ -73,6 +73,14 @@ def test_published_adapter_is_never_pushed_out() -> None:
     assert store.used_bytes == 40
 
 
+def test_what_the_host_has_is_not_kept_again_for_a_client() -> None:
+    store = AdapterStore(40, object_bytes=0)
+    store.publish(adapter("host"))
+    store.put("alice", adapter("host"))
+    assert held(store, "host") == ["host"]
+    assert store.used_bytes == 0
+
+
 def test_what_the_host_withdraws_goes_unless_it_is_in_use() -> None:
     store = AdapterStore(100, object_bytes=0)
     for digest in ("kept", "used", "old"):
