@@ -260,7 +260,7 @@ class SpanInputs:
             size: Tokens of each row.
             cached: Those before them.
         """
-        num_new, least = self.hidden.shape[1], self._first_cut(cached)
+        num_new, least = self.hidden.shape[1], self.first_cut(cached)
         cuts = list(range(1, num_new + 1)) if self.layer_masks is None else self.layer_masks.cuts()
         cuts = [cut for cut in cuts if cut >= least]
         found, start = [], 0
@@ -275,8 +275,8 @@ class SpanInputs:
         """Returns whether the new tokens, after so many cached ones, reach beyond where they may be cut anywhere."""
         return self.whole_beyond is not None and bool((self._ends(cached) > self.whole_beyond).any())
 
-    def _first_cut(self, cached: int) -> int:
-        """Returns how many new tokens have to run at once."""
+    def first_cut(self, cached: int) -> int:
+        """Returns how many of the new tokens, after so many cached ones, have to run at once; behind them any may."""
         if self.whole_beyond is None or not self.is_beyond(cached):
             return 1
         return 1 + int((self._ends(cached) > self.whole_beyond).nonzero()[0])

@@ -57,7 +57,8 @@ class StandIn:
         self._hosted: dict[str, _Hosted] = {}
         self._lock = asyncio.Lock()
         """Held while blocks are chosen, loaded or freed."""
-        self._is_closed = False
+        self._closed = threading.Event()
+        self._closing = threading.Lock()
         self._freeing: asyncio.Task[None] | None = None
         # Nothing else ends the servers of a model that is gone.
         weakref.finalize(self, _abandon, self._hosted, local).atexit = False
@@ -92,9 +93,8 @@ class StandIn:
     async def _load(self, blocks: range) -> _Hosted:
         log.warning("no server holds blocks %d:%d: they run here until one does", blocks.start, blocks.stop)
         hosted = await asyncio.to_thread(self._host_unless_closed, blocks)
-        if hosted is None:
+        if hosted is None or self._closed.is_set():
             raise asyncio.CancelledError
-        self._hosted[hosted.peer] = hosted
         self._local.serve(hosted.peer, hosted.served.handlers)
         self._book.observe(hosted.peer, Expected(_STEP_S, _TOKEN_S * len(blocks)))
         if self._freeing is None or self._freeing.done():
@@ -103,12 +103,16 @@ class StandIn:
         return hosted
 
     def _host_unless_closed(self, blocks: range) -> _Hosted | None:
-        hosted = self._host(blocks)
-        if self._is_closed:
-            # Nothing else ends it, and the event loop may be gone.
-            hosted.served.close()
+        """Loads blocks and notes them, where `close` finds them whatever becomes of the event loop."""
+        if self._closed.is_set():
             return None
-        return hosted
+        hosted = self._host(blocks)
+        with self._closing:
+            if not self._closed.is_set():
+                self._hosted[hosted.peer] = hosted
+                return hosted
+        hosted.served.close()
+        return None
 
     def _host(self, blocks: range) -> _Hosted:
         # Late: loads what a server needs, now that this client has to be one.
@@ -118,7 +122,8 @@ class StandIn:
 
     async def close(self) -> None:
         """Ends the server and frees the blocks; those that are being loaded, as soon as they are. Idempotent."""
-        self._is_closed = True
+        with self._closing:
+            self._closed.set()
         if self._freeing is not None:
             self._freeing.cancel()
             await asyncio.wait({self._freeing})

@@ -76,19 +76,21 @@ class Places:
             positions = torch.cat((positions, positions[..., -1:] + steps), dim=-1)
         return Places(torch.cat((self.tokens, drafts), dim=1), mask, positions)
 
-    def accepted(self, drafts: Tensor, counts: Tensor, newest: Tensor) -> Places:
+    def accepted(self, drafts: Tensor, counts: Tensor, newest: Tensor, active: Tensor) -> Places:
         """Returns the places after a round: as many as the row needs that accepted most, and the newest tokens.
 
         Args:
             drafts: ``[B, k]``.
             counts: ``[B]``: how many of them each row accepted.
             newest: ``[B]``: the token after them.
+            active: ``[B]``: the rows that go on. Positions of the others move with all places, as in ``generate()``:
+                the furthest one may decide on the frequencies of all rows.
         """
         kept = int(counts.max())
         longer = self.with_drafts(torch.cat((drafts[:, :kept], newest[:, None]), dim=1))
         start = self.length
         if longer.positions is not None:
-            longer.positions[..., -1] = longer.positions[..., start - 1] + counts + 1
+            longer.positions[..., -1] = longer.positions[..., start - 1] + torch.where(active, counts, kept) + 1
         if bool((counts < kept).any()):
             if longer.mask is None:
                 longer.mask = torch.ones_like(longer.tokens)

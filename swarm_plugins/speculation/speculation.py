@@ -322,7 +322,7 @@ class _Run:
         new = counts.new_tensor(texts.lengths) - counts.new_tensor(before)
         counts = (new - 1).clamp(min=0)
         newest = chosen.tokens.gather(1, counts[:, None])[:, 0]
-        places = self._places.accepted(drafts, counts, newest)
+        places = self._places.accepted(drafts, counts, newest, texts.active.to(counts.device))
         self.kwargs[self.cache_name].crop(places.length - 1 - self._places.length - drafts.shape[1])
         self._drafter.forget(places.length - 1)
         self._seen, self._places = places.length - 1, places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,16 @@ def context_tokens(model: Any) -> int:
     return int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS)
 
 
-def ends_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether a tokenizer itself ends each text, as ByT5's does."""
-    ids: list[int] = tokenizer("a", verbose=False)["input_ids"]
-    return ids[-1:] == [tokenizer.eos_token_id]
+def without_added_end(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> list[int]:
+    """Returns the ids of a text without the end that tokenizers like ByT5's put behind each; its own ends stay."""
+    end = tokenizer.eos_token or ""
+    if len(ids) < 2 or ids[-1] != tokenizer.eos_token_id:
+        return ids
+    place, num_own = len(text), 0
+    while end and text.endswith(end, 0, place):
+        place, num_own = place - len(end), num_own + 1
+    num_ends = sum(1 for _ in itertools.takewhile(lambda one: one == tokenizer.eos_token_id, reversed(ids)))
+    return ids[:-1] if num_ends > num_own else ids
 
 
 class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-ignore]  # has no annotations
@@ -175,9 +182,8 @@ class Conversation:
         if self.tokenizer.chat_template is None:
             text = "\n".join(turn["content"] for turn in turns)
             ids = self.tokenizer(text, verbose=False)["input_ids"]
-            if len(ids) > 1 and ends_texts(self.tokenizer):  # the answer has to continue the text
-                ids = ids[:-1]
-            return torch.tensor([ids])
+            # The answer has to continue the text.
+            return torch.tensor([without_added_end(self.tokenizer, text, ids)])
         try:
             tokens = self.tokenizer.apply_chat_template(
                 turns,

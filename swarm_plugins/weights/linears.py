@@ -21,7 +21,7 @@ from swarm_plugins.weights.widths import Width
 
 # A layer with fewer features on a side, such as the gate of a shared expert, saves nothing and would lose the most.
 MIN_FEATURES = 32
-_ROUTERS = ("gate", "router")
+_ROUTERS = ("gate", "router", "router_gate")
 """Names of routers; a rounded one would choose other experts."""
 _READ_BY_OWNERS = ("dt_proj", "weights_proj")
 """Names of layers whose ``weight`` the module around them multiplies by or casts to: in Mamba and DeepSeek-V3.2."""

@@ -165,17 +165,17 @@ class Step(Work):
         return int(self.inputs.hidden.shape[1]) - self._num_done
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it cannot be cut: tokens see later ones, or states of fixed size padding in the first tokens only.
+    def least(self) -> int:
+        """How many of its tokens per row have to run next at once.
 
-        Nor is it if the last token decides how all are encoded.
+        All, if tokens see later ones, or states of fixed size padding in the first tokens only.
         """
         inputs = self.inputs
-        if inputs.layer_masks is not None:
-            return True
-        if inputs.whole_beyond is not None and inputs.is_beyond(inputs.cache.length - self._num_done):
-            return True
-        return inputs.attention_mask is not None and inputs.cache.has_states
+        if inputs.layer_masks is not None or (inputs.attention_mask is not None and inputs.cache.has_states):
+            return self.num_left
+        if inputs.whole_beyond is None or self._num_done:
+            return 1
+        return inputs.first_cut(inputs.cache.length)
 
     @property
     def work(self) -> int:
@@ -227,8 +227,8 @@ def choose_pack(waiting: Sequence[Step], max_tokens: int) -> list[tuple[Step, in
 
     Short steps (decode) go first, in their order; prefills take the room they leave, cut to fit in ``max_tokens`` (rows
     times length). But a prefill whose turn it is gets a quarter of the pack: wide or many decode steps, which come
-    again and again, would otherwise keep it waiting for ever. The first step runs with at least one token per row, so
-    that one wider than the pack makes progress.
+    again and again, would otherwise keep it waiting for ever. The first step runs with at least one token per row, or
+    those that belong together, so that one wider than the pack makes progress.
     """
     chosen: dict[int, int] = {}
     room = max_tokens
@@ -237,8 +237,9 @@ def choose_pack(waiting: Sequence[Step], max_tokens: int) -> list[tuple[Step, in
         nonlocal room
         step, had = waiting[index], chosen.get(index, 0)
         num_tokens = min(step.num_left - had, max(most // step.batch_size, not chosen))
-        if step.is_whole:
-            num_tokens = step.num_left if not chosen or num_tokens == step.num_left else 0
+        least = step.least - had
+        if num_tokens < least:
+            num_tokens = 0 if chosen else least
         if num_tokens > 0:
             chosen[index] = had + num_tokens
             room = max(0, room - num_tokens * step.batch_size)

@@ -128,13 +128,13 @@ class ExpertParallelMember:
         now = {id(one.grad) for one in parameters_of(optimizer) if one.grad is not None}
         clipped = [(one(), version) for one, version in self._clipped.get(optimizer, ())]
         kept = [(one, version) for one, version in clipped if one is not None and id(one) in now]
-        if any(one._version != version for one, version in kept):
+        if kept and (len(kept) < len(now) or any(one._version != version for one, version in kept)):
             # Gradients of experts would be divided by the number of batches once more.
             raise ConfigError(
                 "gradients were clipped, and then others were added to them: clip once, right before optimizer.step(); "
                 "to leave out a step, call optimizer.zero_grad(set_to_none=True)"
             )
-        return len(kept) == len(now) > 0
+        return bool(kept)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Notes that an optimizer has used its gradients."""

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, StoppingC
 
 from swarm_plugins.backbone.cache import remote_states
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.rotary import whole_beyond
 from swarm_plugins.web.engine.answers import Answers, scored_of
 from swarm_plugins.web.engine.caches import CacheStore
 from swarm_plugins.web.engine.grammar import GrammarProcessor
@@ -93,7 +94,9 @@ class Run:
         if request.score_prompt:
             self._emit(PromptScored(self._scored(model, ids)))
         elif not is_prompt_learning(model):  # virtual tokens come first: PEFT makes the cache
-            cache, cached = self._caches.take(self._key(model), request.tokens)
+            cache = None
+            if _may_be_cut(model, len(request.tokens)):
+                cache, cached = self._caches.take(self._key(model), request.tokens)
             self._use(new_cache(model) if cache is None else cache)
         if not request.max_new_tokens:
             self._answers.finish()
@@ -164,7 +167,7 @@ class Run:
             if cache is None or self._request.n > 1 or self._answers.cancelled.is_set():
                 return
         tokens = sequences[0, : cache.get_seq_length()].tolist()
-        if len(tokens) == sequences.shape[1] - 1:
+        if len(tokens) == sequences.shape[1] - 1 and _may_be_cut(model, len(tokens)):
             self._caches.put(self._key(model), tokens, cache)
 
     def _scored(self, model: Any, ids: Tensor) -> tuple[Scored, ...]:
@@ -176,6 +179,7 @@ class Run:
             raise UnsupportedError(
                 "this adapter puts virtual tokens before the prompt, which cannot be scored then: leave out echo"
             )
+        check_scored(model, ids.shape[1])
         top = self._request.logprobs or 0
         scored = [Scored(int(ids[0, 0]), None)]
         cache = new_cache(model)
@@ -192,6 +196,24 @@ class Run:
         return tuple(scored)
 
 
+def check_scored(model: Any, num_tokens: int) -> None:
+    """Raises UnsupportedError if a prompt cannot be scored part by part, as memory asks for."""
+    if not _may_be_cut(model, num_tokens):
+        raise UnsupportedError(
+            f"prompts of more than {whole_beyond(_text_config(model))} tokens cannot be scored with this model, whose "
+            f"rotary embeddings depend on the length (LongRoPE); this one has {num_tokens}: shorten it"
+        )
+
+
+def _may_be_cut(model: Any, num_tokens: int) -> bool:
+    border = whole_beyond(_text_config(model))
+    return border is None or num_tokens <= border
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
 def new_cache(model: Any) -> DynamicCache:
     """Returns an empty cache for a model."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    return DynamicCache(config=_text_config(model))

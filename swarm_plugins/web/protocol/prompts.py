@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swarm_plugins.errors import one_line
-from swarm_plugins.talk.turns import context_tokens, ends_texts
+from swarm_plugins.talk.turns import context_tokens, without_added_end
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.protocol.errors import ApiError
 
@@ -28,10 +28,6 @@ class Prompts:
     def _longest(self) -> int:
         """Characters of the longest token."""
         return max(map(len, self._engine.tokenizer.get_vocab()))
-
-    @functools.cached_property
-    def _ends_texts(self) -> bool:
-        return ends_texts(self._engine.tokenizer)
 
     async def text_of(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, tenant: str) -> str:
         """Returns the text of a conversation, up to where the model's answer begins; ``tenant``: whose turn that is.
@@ -79,8 +75,7 @@ class Prompts:
 
         def read() -> list[int]:
             ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-            # A tokenizer that ends each text would end the prompt.
-            return ids[:-1] if special and len(ids) > 1 and self._ends_texts else ids
+            return without_added_end(tokenizer, text, ids) if special else ids
 
         return await self._engine.in_turn(tenant, read)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -12,7 +12,7 @@ from swarm_plugins.tuning.tuner import AdamParams
 from swarm_plugins.web.protocol.errors import ApiError
 
 T = TypeVar("T")
-Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_SEEDS = range(-(1 << 63), 1 << 64)
 _MAX_METADATA_CHARS = 1 << 14
 _SHORTEST_S, _LONGEST_S = 3600, 10 * 366 * 86400
 
@@ -25,10 +25,13 @@ class LoraBody(Body, frozen=True, kw_only=True):
     """A LoRA's shape."""
 
     rank: int
-    seed: Seed | None = None
+    seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
 
 
 class OptimizerBody(Body, frozen=True, kw_only=True):
@@ -114,11 +117,14 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     """How tokens are drawn."""
 
     max_tokens: int | None = None
-    seed: Seed | None = None
+    seed: int | None = None
     stop: str | list[str | int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
 
 
 class TensorBody(Body, frozen=True, kw_only=True):
@@ -178,6 +184,11 @@ def adam_of(given: dict[str, Any] | None) -> AdamParams:
         return msgspec.convert(given or {}, AdamParams)
     except msgspec.MsgspecError as exc:
         raise ConfigError(f"adam_params: {one_line(exc)}") from exc
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and seed not in _SEEDS:
+        raise ValueError("`seed` has more than 64 bits")  # which msgspec makes an error of the request
 
 
 def texts_of(metadata: dict[str, Any] | None) -> dict[str, str]:

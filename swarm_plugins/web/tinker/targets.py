@@ -12,7 +12,7 @@ from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.losses import TARGETS
 from swarm_plugins.web.engine.models import is_prompt_learning
-from swarm_plugins.web.engine.run import SCORED_AT_ONCE, new_cache
+from swarm_plugins.web.engine.run import SCORED_AT_ONCE, check_scored, new_cache
 from swarm_plugins.web.tinker.bodies import TensorBody
 from swarm_plugins.web.tinker.messages import message
 from swarm_plugins.web.tinker.wire import float_bytes, tensor_of
@@ -59,8 +59,11 @@ def target_logprobs(model: Any, datum: Datum) -> Tensor:
 
     Raises:
         NumericError: If one is NaN or infinite.
+        UnsupportedError: If the text cannot be read part by part.
     """
     ids, targets = datum.tokens[None].to(model.device), datum.inputs[TARGETS]
+    if not is_prompt_learning(model):
+        check_scored(model, ids.shape[1])
     cache = None if is_prompt_learning(model) else new_cache(model)
     length = len(targets) if cache is None else SCORED_AT_ONCE
     found = []

@@ -17,6 +17,8 @@ _MAX_STEPS = 1 << 12
 """Transitions of an automaton: characters after states."""
 _MAX_NODES = 1 << 13
 _MAX_DEPTH = 40
+_KNOWN_STEPS = 8
+"""Steps that are known cost as much as one that has to be found."""
 _MAX_TIMES = 16
 """Most copies of a part with ``{m,n}``."""
 # One character: escaped, of a set, or itself.
@@ -70,7 +72,7 @@ class Target:
         Raises:
             UnsupportedError: If the automaton gets too large.
         """
-        self.work += len(name)
+        self.work += len(name) // _KNOWN_STEPS  # a step that is known costs little
         states, before = self._first, ""
         for char in (*name, ""):
             states, is_over = self._step(states, before, char)

@@ -174,7 +174,9 @@ def test_narrow_layers_stay_as_they_are() -> None:
     assert block[1].weight.dtype == torch.int8
 
 
-@pytest.mark.parametrize("path", ["mlp.gate.wg", "ffn.router.layer", "mixer.dt_proj", "self_attn.indexer.weights_proj"])
+@pytest.mark.parametrize(
+    "path", ["mlp.gate.wg", "ffn.router.layer", "mlp.router_gate", "mixer.dt_proj", "self_attn.indexer.weights_proj"]
+)
 def test_routers_and_layers_whose_weight_others_read_stay_as_they_are(path: str) -> None:
     """Rounded routers choose other experts; an indexer casts hidden states to the type of its layer's weight."""
     inner: nn.Module = nn.Linear(64, 64)

@@ -220,3 +220,10 @@ async def many_looks() -> None:
 def test_without_it_missing_blocks_are_an_error(directory: Path) -> None:
     with InProcessSwarm(directory, spans=[(1, 2)]) as swarm, pytest.raises(MissingBlocksError, match="blocks 0:1, 2:4"):
         AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+
+
+async def test_nothing_is_loaded_for_a_model_that_was_closed() -> None:
+    stand_in = StandIn(Mock(end=AsyncMock()), PeerBook(), pytest.fail)
+    await stand_in.close()
+    with pytest.raises(asyncio.CancelledError):
+        await stand_in.stand_in(range(1))

@@ -86,9 +86,9 @@ def test_rows_accept_different_lengths_where_no_window_counts_places(
     model = tiny_model(family).eval()
     taken: list[Tensor] = []
 
-    def note(self: Places, drafts: Tensor, counts: Tensor, newest: Tensor) -> Places:
+    def note(self: Places, drafts: Tensor, counts: Tensor, *more: Tensor) -> Places:
         taken.append(counts)
-        return accepted(self, drafts, counts, newest)
+        return accepted(self, drafts, counts, *more)
 
     accepted = Places.accepted
     monkeypatch.setattr(Places, "accepted", note)

@@ -48,11 +48,15 @@ def test_the_answer_continues_a_text_that_the_tokenizer_ends() -> None:
     assert plain._tokens(plain.turns).tolist() == [[ord("a") + 3, ord("b") + 3]]
 
 
-def test_an_end_in_the_text_itself_stays() -> None:
-    tokenizer = tiny_tokenizer()
+@pytest.mark.filterwarnings("ignore:This sequence already has </s>:UserWarning")  # of ByT5's tokenizer
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "ends-texts"])
+@pytest.mark.parametrize("num_ends", [1, 2])
+def test_an_end_in_the_text_itself_stays(is_plain: bool, num_ends: int) -> None:
+    tokenizer = tiny_tokenizer() if is_plain else ByT5Tokenizer(extra_ids=0)
     plain = Conversation(tiny_model("llama"), tokenizer, max_new_tokens=1)
-    turns = [{"role": "user", "content": f"ab{tokenizer.eos_token}"}]
-    assert plain._tokens(turns)[0, -1] == tokenizer.eos_token_id
+    ids = plain._tokens([{"role": "user", "content": f"ab{tokenizer.eos_token * num_ends}"}])[0].tolist()
+    assert ids[-num_ends:] == [tokenizer.eos_token_id] * num_ends
+    assert ids[-num_ends - 1] != tokenizer.eos_token_id
 
 
 def test_oldest_turns_are_forgotten_when_the_model_cannot_read_more() -> None:

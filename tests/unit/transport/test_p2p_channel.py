@@ -199,6 +199,30 @@ async def test_identities_of_one_address_replace_their_own_idle_streams(monkeypa
     assert set(hosts.values()) == {"/ip4/203.0.113.7/tcp/1"}
 
 
+async def test_a_stream_that_lets_a_peer_in_is_ended_though_another_is_idler(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FirstLetter:
+        def calling(self, peer: str, address: str) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def group(self, peer: str) -> str:
+            return peer[0]
+
+        def is_known(self, peer: str) -> bool:
+            return False
+
+    monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
+    acceptor = acceptor_with(FirstLetter(), max_streams=2)
+    async with connected(acceptor, echo, "another") as idler, connected(acceptor, echo, "mine") as own:
+        for channel in (idler, own):
+            await channel.send(InfoRequest())
+            assert await channel.receive(timeout_s=20.0) == InfoRequest()
+        async with connected(acceptor, echo, "mine too") as newcomer:
+            await newcomer.send(InfoRequest())
+            assert await newcomer.receive(timeout_s=20.0) == InfoRequest()
+            await idler.send(InfoRequest())
+            assert await idler.receive(timeout_s=20.0) == InfoRequest()
+
+
 async def test_a_silent_stream_is_closed() -> None:
     called = []
 

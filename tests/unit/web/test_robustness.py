@@ -433,7 +433,7 @@ async def test_long_texts_of_a_key_keep_no_other_from_its_turn() -> None:
             assert go_on.wait(30)
         return {"input_ids": [1]}
 
-    tokenizer = Mock(side_effect=tokens_of, eos_token_id=2, get_vocab=lambda: {"a": 0})
+    tokenizer = Mock(side_effect=tokens_of, eos_token="</s>", eos_token_id=2, get_vocab=lambda: {"a": 0})
     models: Any = SimpleNamespace(base=tiny_model("llama"))
     prompts = Prompts(Engine(models, tokenizer, ApiSettings()))
 

@@ -52,7 +52,7 @@ def test_stops_are_bounded(stop: Any, message: str) -> None:
         generation(stop)
 
 
-@pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1, 10**400])
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1, 10**400])
 def test_a_seed_has_64_bits(seed: int) -> None:
     config = {"rank": 1, "seed": seed}
     model = {"session_id": "a", "model_seq_id": 0, "base_model": "b", "lora_config": config}
@@ -60,6 +60,7 @@ def test_a_seed_has_64_bits(seed: int) -> None:
         sample({"seed": seed})
     with pytest.raises(msgspec.ValidationError, match=r"seed`"):
         msgspec.json.decode(json.dumps(model), type=CreateModel)
+    assert sample({"seed": (1 << 64) - 1}).sampling_params.seed == (1 << 64) - 1
 
 
 @pytest.mark.parametrize(("count", "num_known"), [(None, 3), (1, 1), (2, 2), (9, 3)])

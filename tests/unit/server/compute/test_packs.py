@@ -12,8 +12,8 @@ from swarm_plugins.layer_masks import packed
 from swarm_plugins.server.compute.work import Step, choose_pack
 
 
-def step(tokens: int, rows: int = 1, *, is_whole: bool = False) -> Any:
-    return SimpleNamespace(num_left=tokens, batch_size=rows, is_whole=is_whole)
+def step(tokens: int, rows: int = 1, *, least: int = 1) -> Any:
+    return SimpleNamespace(num_left=tokens, batch_size=rows, least=least)
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,12 @@ def step(tokens: int, rows: int = 1, *, is_whole: bool = False) -> Any:
         pytest.param([step(500), step(1)], [99, 1], id="the-rest-of-the-pack-too"),
         pytest.param([step(1, 1500), step(6)], [1], id="wider-than-the-pack"),
         pytest.param([step(6, 1500), step(1)], [1], id="rows-wider-than-the-pack"),
-        pytest.param([step(500, is_whole=True), step(1)], [500], id="whole"),
-        pytest.param([step(1), step(500, is_whole=True)], [1], id="whole-later"),
-        pytest.param([step(1), step(50, is_whole=True)], [1, 50], id="whole-if-it-fits"),
+        pytest.param([step(500, least=500), step(1)], [500], id="whole"),
+        pytest.param([step(1), step(500, least=500)], [1], id="whole-later"),
+        pytest.param([step(1), step(50, least=50)], [1, 50], id="whole-if-it-fits"),
+        pytest.param([step(500, least=200), step(1)], [200], id="as-many-as-belong-together"),
+        pytest.param([step(1), step(500, least=50)], [1, 99], id="more-than-belong-together"),
+        pytest.param([step(500, least=50), *[step(1)] * 200], [50, *[1] * 50], id="before-many-decode-steps"),
         pytest.param([], [], id="nothing"),
     ],
 )
@@ -38,7 +41,9 @@ def test_a_pack_of_100_tokens(waiting: list[Any], expected: list[int]) -> None:
 
 async def test_an_image_stays_whole() -> None:
     masks = packed([""], [torch.ones(1, 3, 3, dtype=torch.bool)])
-    inputs: Any = SimpleNamespace(layer_masks=masks, attention_mask=None, cache=None, whole_beyond=None)
-    assert Step(inputs, None).is_whole
+    inputs: Any = SimpleNamespace(
+        hidden=torch.ones(1, 3, 1), layer_masks=masks, attention_mask=None, cache=None, whole_beyond=None
+    )
+    assert Step(inputs, None).least == 3
     inputs.layer_masks, inputs.attention_mask, inputs.cache = None, None, SimpleNamespace(has_states=True)
-    assert not Step(inputs, None).is_whole
+    assert Step(inputs, None).least == 1

@@ -54,7 +54,7 @@ async def test_a_prompt_stays_whole_where_its_end_decides_how_all_is_encoded(
     async with playing(service) as (channel, _):
         await ask(channel, OPEN)
         await ask(channel, step_of(80, 0))
-    assert runner.packs == [[(1, 80)]]
+    assert runner.packs == [[(1, 76)], [(1, 4)]]
 
 
 async def test_sub_span_may_hold_longer_sessions(service: Service) -> None:

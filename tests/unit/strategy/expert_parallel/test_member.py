@@ -132,8 +132,18 @@ def test_gradients_are_clipped_once_all_of_them_are_there(monkeypatch: pytest.Mo
     backward(layer)
     with pytest.raises(ConfigError, match="clipped, and then others were added to them: clip once, right before"):
         strategy.synchronize(layer, optimizer)
+    optimizer.zero_grad()
+    layer.weight.requires_grad_(False)
+    backward(layer)
+    strategy.clip_norm(layer, optimizer, 1.0)
+    layer.weight.requires_grad_(True)
+    layer.bias.requires_grad_(False)
+    backward(layer)
+    with pytest.raises(ConfigError, match="others were added to them"):
+        strategy.synchronize(layer, optimizer)
+    layer.bias.requires_grad_(True)
     for forget in (optimizer.zero_grad, lambda: strategy.stepped(optimizer)):
         forget()
         backward(layer)
         strategy.clip_norm(layer, optimizer, 1.0)
-    assert len(synchronized) == 3
+    assert len(synchronized) == 4
