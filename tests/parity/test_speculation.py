@@ -162,18 +162,6 @@ def test_a_text_that_gets_other_rotary_frequencies_begins_again_on_servers(tmp_p
     assert any(width >= 9 for width in trips), "the whole text ran again"
 
 
-def test_a_row_that_has_ended_decides_on_rotary_frequencies_as_without_a_draft(tmp_path: Path) -> None:
-    local = AutoModelForCausalLM.from_pretrained(save_type("phi3/longrope", tmp_path)).eval()
-    ids = torch.tensor([[5, 17, 99, 23, 5, 17], [0, 0, 0, 31, 8, 44]])
-    mask = torch.tensor([[1] * 6, [0, 0, 0, 1, 1, 1]])
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    end = int(local.generate(ids, **options, eos_token_id=10_000)[0, 6])
-    want = local.generate(ids, **options, eos_token_id=end)
-    assert want[0, 7:].eq(0).all(), "the longest row ends at once"
-    speculation = Speculation(noisy(local), max_tokens=3)
-    assert local.generate(ids, **options, eos_token_id=end, custom_generate=speculation).equal(want)
-
-
 @pytest.mark.parametrize("rows", [("tt",), ("tit", "t")], ids=str)
 def test_drafts_of_a_model_that_reads_images_change_no_token(tmp_path: Path, rows: tuple[str, ...]) -> None:
     directory = save_image_type("qwen3_5", tmp_path)

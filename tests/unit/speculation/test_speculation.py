@@ -310,3 +310,16 @@ def test_lookup_ends_at_the_latest_of_the_longest_matches(
     monkeypatch.setattr(Tensor, "tolist", lambda self: text if self is ids else sound(self))
     assert _continuation(ids, 8) == found
     assert text.num_read < 100
+
+
+def test_positions_of_a_row_that_has_ended_move_with_all_places() -> None:
+    places = Places(torch.ones(2, 4, dtype=torch.long), torch.tensor([[1] * 4, [0, 1, 1, 1]]), torch.arange(4)[None])
+    drafts, newest = torch.full((2, 3), 7), torch.tensor([8, 9])
+    longer = places.accepted(drafts, torch.tensor([2, 0]), newest, torch.tensor([True, False]))
+    assert longer.positions is not None
+    assert longer.positions[:, -1].tolist() == [6, 6]
+    assert longer.mask is not None
+    assert longer.mask[1].tolist() == [0, 1, 1, 1, 0, 0, 1]
+    going_on = places.accepted(drafts, torch.tensor([2, 0]), newest, torch.tensor([True, True]))
+    assert going_on.positions is not None
+    assert going_on.positions[:, -1].tolist() == [6, 4]
