@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -23,6 +24,9 @@ from swarm_plugins.noise import without_peft_deprecation
 from swarm_plugins.weights.adapter_patterns import replace_expressions
 
 log = logging.getLogger(__name__)
+
+DRAWING = threading.Lock()
+"""Held while PEFT makes an adapter: it draws from the process's one generator, also for tensors that it then loads."""
 
 
 def load_adapter(
@@ -130,10 +134,11 @@ def _loaded(
         if isinstance(model, PeftModel):
             replace_expressions(config, adapter.label, model.get_base_model())
             config.inference_mode = not is_trainable
-            loaded = _joined(model, folder, adapter_name, config)
+            with DRAWING:
+                loaded = _joined(model, folder, adapter_name, config)
         else:
             replace_expressions(config, adapter.label, model)
-            with without_peft_deprecation():
+            with DRAWING, without_peft_deprecation():
                 loaded = PeftModel.from_pretrained(
                     model, folder, adapter_name=adapter_name, is_trainable=is_trainable, config=config
                 )

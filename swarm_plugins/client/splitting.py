@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 
 
@@ -14,6 +15,17 @@ def tokens_per_message(inputs: SpanInputs) -> int:
     num_states = (num_blocks if inputs.collects_inner else 1) + (num_blocks if inputs.collect_router else 0)
     token_bytes = inputs.hidden.shape[-1] * inputs.hidden.element_size()
     return max(1, MAX_MESSAGE_BYTES // (num_states * token_bytes))
+
+
+def check_whole(inputs: SpanInputs, cached: int) -> None:
+    """Raises UnsupportedError if new tokens, after so many cached ones, that have to run at once fit in no message."""
+    rows, least = inputs.hidden.shape[0], inputs.first_cut(cached)
+    if least > 1 and rows * least > tokens_per_message(inputs):
+        raise UnsupportedError(
+            f"the first {least} tokens of {rows} rows have to run at once, since this model's rotary embeddings depend "
+            "on the length (LongRoPE), and do not fit in one message: give fewer rows, and leave out "
+            "output_hidden_states"
+        )
 
 
 def chunks_within(inputs: SpanInputs, max_tokens: int) -> int:

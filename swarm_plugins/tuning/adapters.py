@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 
 from swarm_plugins.backbone.twin import twin
-from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.callbacks.loading import DRAWING, load_adapter
 from swarm_plugins.checkpoint import layer_list_name
 from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
 from swarm_plugins.hub.adapter_settings import check_config
@@ -31,8 +30,6 @@ _ALPHA = 32
 """At any rank, as the protocol has it: a learning rate fits all ranks (LoRA Without Regret, Schulman et al. 2025)."""
 _ATTENTION = ("attn", "attention", "mixer")
 _ROUTERS = ("router", "gate", "shared_expert_gate")
-_DRAWING = threading.Lock()
-"""Held while PEFT makes an adapter: it draws from the process's one generator, also for tensors that it then loads."""
 
 
 def new_lora(
@@ -118,16 +115,14 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
     model = twin(base)
     config = PeftConfig.from_pretrained(str(folder))
     if not is_trainable or not config.is_prompt_learning:
-        with _DRAWING:
-            return load_adapter(model, folder, is_trainable=is_trainable, is_shared=True).eval()
+        return load_adapter(model, folder, is_trainable=is_trainable, is_shared=True).eval()
     if config.peft_type != PeftType.PROMPT_TUNING and getattr(config, "prefix_projection", True):
         raise UnsupportedError(
             f"an adapter of type {config.peft_type.value} cannot be trained further: its file has what its encoder has "
             "made, and not the encoder; sample from it"
         )
     # PEFT itself loads soft prompts only to use them.
-    with _DRAWING:
-        loaded = load_adapter(model, folder, is_shared=True)
+    loaded = load_adapter(model, folder, is_shared=True)
     loaded.active_peft_config.inference_mode = False
     loaded.prompt_encoder.requires_grad_(True)
     return loaded.eval()
@@ -136,7 +131,7 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
 def _with_adapter(base: Any, config: PeftConfig, seed: int | None, check: Callable[[int], object] | None) -> PeftModel:
     if check is not None:
         check(_adapter_bytes(base, config))
-    with _DRAWING, torch.random.fork_rng(devices=[]), without_tied_remark():
+    with DRAWING, torch.random.fork_rng(devices=[]), without_tied_remark():
         if seed is None:
             torch.seed()
         else:

@@ -20,6 +20,7 @@ from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.calls.pushing import SentInVainError, Told, close_all, is_pushing, tell
 from swarm_plugins.client.sessions.replacing import moved, neighbors, planned
 from swarm_plugins.client.sessions.span import SpanSession, StepCall
+from swarm_plugins.client.splitting import check_whole
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import SessionStep, SessionStepResponse
@@ -118,6 +119,8 @@ class Pipe:
         if tokens == 1:
             return [self._inputs]
         spans, least, limit = self.spans, 1, tokens
+        for span in spans:
+            check_whole(replace(self._inputs, blocks=span.blocks), self._cached)
         if is_pushed:
             limit = min(span.tokens_at_once(self._inputs) for span in spans)
             least = math.ceil(tokens / limit)

@@ -7,8 +7,8 @@ import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.splitting import chunk_rows, chunks_within, tokens_per_message
-from swarm_plugins.errors import ProtocolError
+from swarm_plugins.client.splitting import check_whole, chunk_rows, chunks_within, tokens_per_message
+from swarm_plugins.errors import ProtocolError, UnsupportedError
 from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
 
 
@@ -56,3 +56,12 @@ def test_no_answer_is_larger_than_a_message(collected: dict[str, bool], states: 
     found = tokens_per_message(inputs)
     size = states * 64 * 4
     assert found * size <= MAX_MESSAGE_BYTES < (found + 1) * size
+
+
+def test_tokens_that_belong_together_and_fit_in_no_message_are_refused() -> None:
+    hidden = torch.empty(9, 4200, 4096, device="meta")
+    inputs = SpanInputs(blocks=range(3), hidden=hidden, whole_beyond=4096)
+    with pytest.raises(UnsupportedError, match="the first 4097 tokens of 9 rows have to run at once"):
+        check_whole(inputs, 0)
+    check_whole(inputs.take_rows(slice(0, 4)), 0)
+    check_whole(inputs, 4097)

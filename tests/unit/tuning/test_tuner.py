@@ -173,7 +173,7 @@ def test_a_seed_is_the_same_start_while_another_model_is_made(base: Any, monkeyp
             assert is_made.wait(60)
         return get_peft_model(*given)
 
-    monkeypatch.setattr(adapters, "_DRAWING", _Noted(goes_on))
+    monkeypatch.setattr(adapters, "DRAWING", _Noted(goes_on))
     monkeypatch.setattr(adapters, "get_peft_model", made)
     with ThreadPoolExecutor(1) as threads:
         found = Tuner(new_lora(base, rank=2, seed=1)).parameters
