@@ -6,15 +6,23 @@ import itertools
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
+from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+
+_STATE_BYTES = MAX_MESSAGE_BYTES - 2 * MAX_METADATA_BYTES
+"""What hidden states may take of a message; masks and positions take some, too."""
 
 
-def tokens_per_message(inputs: SpanInputs) -> int:
-    """Returns how many tokens of an input fit in one request, so that its answer stays within the message limit."""
+def tokens_per_message(inputs: SpanInputs, *, backward: bool = False) -> int:
+    """Returns how many tokens of an input fit in one request, so that its answer stays within the message limit.
+
+    Args:
+        inputs: The input.
+        backward: Whether a backward follows, which brings the input once more if its graph was not kept.
+    """
     num_blocks = len(inputs.blocks)
     num_states = (num_blocks if inputs.collects_inner else 1) + (num_blocks if inputs.collect_router else 0)
     token_bytes = inputs.hidden.shape[-1] * inputs.hidden.element_size()
-    return max(1, MAX_MESSAGE_BYTES // (num_states * token_bytes))
+    return max(1, _STATE_BYTES // ((num_states + backward) * token_bytes))
 
 
 def check_whole(inputs: SpanInputs, cached: int) -> None:

@@ -106,6 +106,8 @@ def _cut(span: slice, size: int) -> list[slice]:
 class _Resident:
     """Experts that are all in memory; an `ExpertCache`."""
 
+    unused_bytes = 0
+
     def __init__(self, tensors: Mapping[ExpertKey, Mapping[str, Tensor]]) -> None:
         self._tensors = tensors
 

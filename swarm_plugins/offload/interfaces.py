@@ -155,6 +155,10 @@ class ExpertFormat(Protocol):
 class ExpertCache(Protocol):
     """The experts in memory, never more than the budgets allow."""
 
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the budget for fast memory that nothing lies in yet."""
+
     def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yields each of the experts once, those at hand first, the others as they arrive.
 

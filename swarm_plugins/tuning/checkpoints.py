@@ -159,7 +159,8 @@ class CheckpointStore:
         folder = self._folder(run.run) / kind / name
         if self._facts(folder) is not None and not overwrite:
             raise ConfigError(f"the run has {kind}/{name} already: give another name, or overwrite=True")
-        self._check_room(run.owner, sum(one.numel() * one.element_size() for one in tuner.parameters.values()))
+        adapter_bytes = sum(one.numel() * one.element_size() for one in tuner.parameters.values())
+        self._check_room(run.owner, 3 * adapter_bytes if kind == "weights" else adapter_bytes)  # with both moments
         now = self._clock()
         facts = CheckpointFacts(
             run=run.run,

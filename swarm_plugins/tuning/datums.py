@@ -74,7 +74,7 @@ def check_datums(datums: Sequence[Datum], call: LossCall, bounds: TextBounds) ->
 def _check(datum: Datum, call: LossCall, bounds: TextBounds) -> None:
     length = len(datum.tokens)
     if not 1 <= length <= bounds.context:
-        raise ConfigError(f"{length} tokens, but the model reads 1 to {bounds.context}")
+        raise ConfigError(f"{length} tokens, but 1 to {bounds.context} can be computed here")
     _check_inputs(datum.inputs, call.name)
     targets = datum.inputs[TARGETS]
     is_sound = targets.ndim in (1, 2) and len(targets) == length

@@ -69,7 +69,7 @@ class BatchCall:
         view, inputs = self.servers.view, self.inputs
         num_rows, length = inputs.hidden.shape[:2]
         chain = await retries.chain(inputs.blocks, Demand(tokens=inputs.num_tokens))
-        limit = tokens_per_message(inputs)
+        limit = tokens_per_message(inputs, backward=self.keep)
         least = chunks_within(inputs, min(view.most_tokens(inputs.blocks) or limit, limit))
         wanted = view.config.micro_batches
         options = [max(least, min(wanted, num_rows))] if wanted != "auto" else self._options(chain, least)

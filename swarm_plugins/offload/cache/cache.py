@@ -82,6 +82,7 @@ class BoundedCache:
         # Re-entrant: a collected generator gives back what it holds in whichever thread the collector runs.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._pool = pool
         self._policy = _POLICIES[config.policy](self.num_experts, sizes, pool.limit_bytes)
         self._queue = queue
         self._stats = OffloadStats()
@@ -96,6 +97,11 @@ class BoundedCache:
         _alive.add(self)
         self.on_asked: Callable[[int], bool] | None = None
         """Called with a layer once its experts have been asked of the disk; returns whether it made a guess."""
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the budget that nothing lies in yet."""
+        return self._pool.limit_bytes - self._pool.allocated_bytes
 
     def borrow(self, layer: int, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]], None, None]:
         """Yields each of the experts once, see `ExpertCache.borrow`.

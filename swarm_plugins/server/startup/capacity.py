@@ -139,9 +139,10 @@ def set_budgets(service: Service | ExpertsService, config: ServeConfig) -> int:
     """
     device = torch.device(config.device)
     device_bytes = None if device.type == "cpu" else free_device_bytes(device)
-    graph_bytes, service.ledger.limit, run_bytes = work_bytes(
-        config, host_bytes=free_host_bytes(), device_bytes=device_bytes
-    )
+    host_bytes = free_host_bytes()
+    if isinstance(service, ExpertsService) and device_bytes is None:
+        host_bytes -= service.held.cache.unused_bytes  # which offloaded experts will fill; blocks were all measured
+    graph_bytes, service.ledger.limit, run_bytes = work_bytes(config, host_bytes=host_bytes, device_bytes=device_bytes)
     if min(service.ledger.limit, run_bytes) < _SCARCE_BYTES:
         log.warning(
             "only %d MB are left for requests and %d MB for a forward or backward: large ones are refused; lower "

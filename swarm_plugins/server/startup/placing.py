@@ -72,7 +72,9 @@ def mobility_of(config: ServeConfig, span_bytes: int) -> Mobility:
         return "pinned"
     needed = span_bytes + config.set_aside_bytes
     if config.offload is not None:
-        needed += config.offload.fast_bytes or 0
+        if config.offload.fast_bytes is None:
+            return "drops-first"  # its experts have what was free; others would get a part of the rest
+        needed += config.offload.fast_bytes
     fits = needed <= _USABLE_SHARE * free_device_bytes(torch.device(config.device))
     return "loads-first" if fits else "drops-first"
 

@@ -139,8 +139,12 @@ class Engine:
 
 
 def _token_bytes(model: Any) -> int:
-    """Returns the bytes of keys and values of one token, in all layers."""
+    """Returns about the bytes of keys and values of one token, in all layers; states take more or less."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
+    rank, query_heads = getattr(config, "kv_lora_rank", None), getattr(config, "num_attention_heads", None) or 1
+    if rank:  # latents of all heads together (DeepSeek-V2, section 2.1)
+        width = rank + config.qk_rope_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or query_heads
+        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // query_heads)
+    return int(config.num_hidden_layers * width * model.dtype.itemsize)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from swarm_plugins.backbone.twin import twin
 from swarm_plugins.errors import ConfigError, SwarmError, printable
 from swarm_plugins.fair_queueing import FairLock
 from swarm_plugins.hub.folder import WEIGHTS_FILE
-from swarm_plugins.offload.cache.budget import free_bytes
+from swarm_plugins.offload.cache.budget import free_bytes, free_host_bytes
 from swarm_plugins.tuning.adapters import PEFT_CONFIG, new_adapter, new_lora, saved_adapter
 from swarm_plugins.tuning.checkpoints import CheckpointFacts, CheckpointStore, Kind, LoraShape, RunFacts
 from swarm_plugins.tuning.datums import Datum, TextBounds, check_datums
@@ -46,7 +47,9 @@ from swarm_plugins.web.tinker.wire import call_of, computed_message, datums_of
 
 T = TypeVar("T")
 _SIDE_BY_SIDE = 2
-"""Models that are computed at once; each batch takes a quarter of a GiB for its logits."""
+"""Models that are computed at once; each batch takes a quarter of a GiB for its logits, or what one text takes."""
+_LEAST_TOKENS = 2048
+"""A text may have so many, however little memory is free."""
 
 
 class Trainers:
@@ -56,14 +59,16 @@ class Trainers:
         base: The base model; it is not changed.
         name: Its name in requests.
         store: Keeps the checkpoints.
-        bounds: Bounds of the texts.
+        bounds: Bounds of the texts; fewer tokens, if memory asks for that.
     """
 
     def __init__(self, base: Any, name: str, store: CheckpointStore, bounds: TextBounds) -> None:
         self.base = base
         self.name = name
         self.store = store
-        self.bounds = bounds
+        # Logits of a whole text, their softmax and its gradient are in memory at once, in float32.
+        most = free_host_bytes() // 2 // (_SIDE_BY_SIDE * 3 * 4 * bounds.vocabulary)
+        self.bounds = dataclasses.replace(bounds, context=min(bounds.context, max(_LEAST_TOKENS, most)))
         self.num_steps = 0
         """Steps of all optimizers."""
         self.num_tokens = {"forward": 0, "forward_backward": 0}

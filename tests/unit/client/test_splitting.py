@@ -9,7 +9,7 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.splitting import check_whole, chunk_rows, chunks_within, tokens_per_message
 from swarm_plugins.errors import ProtocolError, UnsupportedError
-from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES
+from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 
 
 def run(inputs: SpanInputs) -> SpanOutputs:
@@ -53,9 +53,11 @@ def test_parts_with_routers_that_differ_are_refused_by_name() -> None:
 )
 def test_no_answer_is_larger_than_a_message(collected: dict[str, bool], states: int) -> None:
     inputs = SpanInputs(blocks=range(30), hidden=torch.zeros(1, 1, 64, dtype=torch.float32), **collected)
-    found = tokens_per_message(inputs)
-    size = states * 64 * 4
-    assert found * size <= MAX_MESSAGE_BYTES < (found + 1) * size
+    size = 64 * 4
+    for backward, num_states in ((False, states), (True, states + 1)):
+        found = tokens_per_message(inputs, backward=backward)
+        room = MAX_MESSAGE_BYTES - 2 * MAX_METADATA_BYTES
+        assert found * num_states * size <= room < (found + 1) * num_states * size
 
 
 def test_tokens_that_belong_together_and_fit_in_no_message_are_refused() -> None:

@@ -13,6 +13,7 @@ from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.server import SwarmServer
 from swarm_plugins.server.startup.capacity import blocks_that_fit, work_bytes
+from swarm_plugins.server.startup.placing import mobility_of
 from swarm_plugins.testing.models import save_tiny
 
 
@@ -139,3 +140,10 @@ def test_budgets_too_small_for_any_request_are_refused() -> None:
         ServeConfig(model="m", run_bytes=1000)
     assert ServeConfig(model="m", identity=Path("a/key")).points_file == Path("a/key.points")
     assert ServeConfig(model="m").points_file is None
+
+
+def test_a_server_whose_experts_take_all_that_is_free_drops_them_before_it_moves() -> None:
+    for fast_bytes, wanted in ((None, "drops-first"), (0, "loads-first")):
+        offload = OffloadConfig(fast_bytes=fast_bytes)
+        config = ServeConfig(model="m", num_blocks=1, kv_bytes=1, activation_bytes=0, offload=offload)
+        assert mobility_of(config, span_bytes=0) == wanted

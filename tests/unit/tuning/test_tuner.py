@@ -348,6 +348,16 @@ def test_checkpoints_are_bounded(base: Any, tmp_path: Path) -> None:
         store.save(tuner, facts(), "weights", "a")
 
 
+def test_the_moments_of_an_optimizer_count_before_they_are_written(base: Any, tmp_path: Path) -> None:
+    tuner = Tuner(new_lora(base, rank=2, seed=0))
+    adapter_bytes = sum(one.nbytes for one in tuner.parameters.values())
+    store = CheckpointStore(tmp_path, max_bytes_per_owner=3 * adapter_bytes - 1)
+    store.add_run(facts())
+    with pytest.raises(CapacityError, match="delete some, or save with ttl_seconds"):
+        store.save(tuner, facts(), "weights", "a")
+    store.save(tuner, facts(), "sampler_weights", "a")
+
+
 def test_a_run_without_checkpoints_is_forgotten(base: Any, tmp_path: Path) -> None:
     store, tuner = CheckpointStore(tmp_path, max_per_owner=1), Tuner(new_lora(base, rank=2, seed=0))
     store.add_run(facts())
@@ -457,7 +467,7 @@ def test_texts_of_a_call_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("tokens", "inputs", "name", "message"),
     [
-        (IDS[:0], {"target_tokens": IDS[:0]}, "cross_entropy", "0 tokens, but the model reads 1 to 8"),
+        (IDS[:0], {"target_tokens": IDS[:0]}, "cross_entropy", "0 tokens, but 1 to 8 can be computed here"),
         (torch.full((9,), 5), {"target_tokens": torch.full((9,), 5)}, "cross_entropy", "9 tokens"),
         (IDS, {}, "cross_entropy", "missing: target_tokens"),
         (IDS, {"target_tokens": IDS}, "ppo", "missing: logprobs, advantages"),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from swarm_plugins.testing import tiny_model
 from swarm_plugins.web.engine.caches import CacheStore
+from swarm_plugins.web.engine.engine import _token_bytes
 
 
 class Clock:
@@ -96,3 +98,12 @@ def test_old_ones_go() -> None:
     caches.drop_old()
     assert len(caches) == 1
     assert caches.take("k", text(0, 30)) == (None, 0)
+
+
+def test_latents_are_counted_once_for_all_heads() -> None:
+    plain, latent = tiny_model("llama"), tiny_model("deepseek_v3")
+    config = plain.config
+    keys = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    assert _token_bytes(plain) == 4 * config.num_hidden_layers * 2 * keys
+    config = latent.config
+    assert _token_bytes(latent) == 4 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)

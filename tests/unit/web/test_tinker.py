@@ -438,7 +438,7 @@ def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
         client.create_lora_training_client(base_model=NAME, rank=1000).result()
     training = client.create_lora_training_client(base_model=NAME, rank=4).result()
     for text, loss, message in (
-        (datum([5] * 4000), "cross_entropy", "3999 tokens, but the model reads"),
+        (datum([5] * 4000), "cross_entropy", "3999 tokens, but 1 to"),
         (datum(TEXTS[0], weights=[1.0]), "cross_entropy", r"weights has shape \(1,\)"),
         (datum(TEXTS[0], logprobs=[0.0] * 4, advantages=[float("nan")] * 4), "ppo", "advantages is NaN"),
         (datum(TEXTS[0]), "stable_reinforce", "use loss_fn=importance_sampling"),
