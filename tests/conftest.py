@@ -75,6 +75,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture
+def default_bfloat16() -> Iterator[None]:
+    """Torch's default type, as Lightning's precision "bf16-true" sets it while user code runs."""
+    import torch
+
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Who names a file wants its tests.

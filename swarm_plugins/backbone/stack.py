@@ -204,6 +204,8 @@ class RemoteStack:
     def _enter(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._called_with is not None:
+            self._leave(decoder, (), None)  # Ctrl-C ended the call before: torch calls no hook then
         # With it, some families go on between two layers with the last tokens only; their heads cut again.
         kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         self._local.called_with = called_with = by_name(type(decoder), args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import shutil
@@ -126,6 +127,8 @@ class Publishing:
             ConfigError: If there is no adapter to train, or ``eval_tasks`` cannot evaluate it.
             MissingExtraError: If there are ``eval_tasks`` and lm_eval is not installed.
         """
+        self._close(0.0)  # of a run that an error has ended: transformers' Trainer does not tell
+        atexit.register(self._close, min(_INTERRUPTED_S, self.finish_s))
         self._source = find_adapter(module)
         self._root = (self.folder or default_folder / "hub_adapters").absolute()
         if self.eval_tasks:
@@ -178,6 +181,7 @@ class Publishing:
         self._close(min(_INTERRUPTED_S, self.finish_s))
 
     def _close(self, timeout_s: float) -> None:
+        atexit.unregister(self._close)
         worker, evaluator = self._worker, self._evaluator
         deadline = time.monotonic() + timeout_s
         self._source = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,6 +101,8 @@ def api(
         if local_swarm is not None:
             from swarm_plugins.local_swarm import LocalSwarm
 
+            # Until the API listens: a service manager ends commands with this signal, and the servers have to end.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             options: dict[str, Any] = {"revision": revision, "secret_file": node.secret_file}
             shared = {name: value for name, value in options.items() if value is not None}
             swarm = stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **shared))

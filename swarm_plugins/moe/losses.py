@@ -24,11 +24,12 @@ def load_balancing_loss(logits: Tensor, num_picks: int, attention_mask: Tensor |
     num_experts = logits.shape[1]
     probabilities = functional.softmax(logits, dim=-1, dtype=torch.float32)  # [T, E]
     index = probabilities.topk(num_picks, dim=-1).indices  # [T, k]
-    counts = torch.ones(len(logits), device=logits.device)
+    # In float32 whatever torch's default type is: bfloat16 does not count beyond 256.
+    counts = torch.ones(len(logits), dtype=torch.float32, device=logits.device)
     if attention_mask is not None:
         counts = attention_mask.reshape(-1).to(device=logits.device, dtype=torch.float32)  # [T]
     total = counts.sum().clamp(min=1.0)
-    chosen = torch.zeros(num_experts, device=logits.device)
+    chosen = torch.zeros(num_experts, dtype=torch.float32, device=logits.device)
     chosen.scatter_add_(0, index.reshape(-1), counts.repeat_interleave(num_picks))
     share = chosen / (total * num_picks)  # [E]
     mean = (probabilities * counts[:, None]).sum(dim=0) / total  # [E]

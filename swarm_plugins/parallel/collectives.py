@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from swarm_plugins.parallel.agreement import translated
@@ -115,6 +116,7 @@ class _BothWays(torch.autograd.Function):
         return there(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.back(grads[0]), None, None
 

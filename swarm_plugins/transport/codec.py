@@ -130,7 +130,7 @@ def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _hadamard() -> Tensor:
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)  # torch's default type may be another in this thread, or in another
     while len(matrix) < BLOCK_ELEMENTS:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix  # [128, 128]
@@ -238,7 +238,7 @@ def _moved(coded: _Blocks) -> Tensor:
 
     An outlier replaces what the whole numbers add up to in its place, and the zero there is rotated again.
     """
-    moved = torch.zeros(coded.steps.shape)
+    moved = torch.zeros(coded.steps.shape, dtype=torch.float32)
     has_outlier = (coded.outliers != 0).nonzero()[:, 0]
     if len(has_outlier):
         lost = coded.codes[has_outlier].float().mul_(_HADAMARD[coded.places[has_outlier].long()]).sum(dim=1)
@@ -249,7 +249,7 @@ def _moved(coded: _Blocks) -> Tensor:
 def _coded(numbers: Tensor) -> tuple[_Blocks, Tensor]:
     """Codes blocks, ``[blocks, 128]``; also returns in which of them a rounding could make an outlier, or none."""
     # Blocks side by side, so that all sums are of long rows.
-    rows = torch.empty(BLOCK_ELEMENTS, len(numbers)).copy_(numbers.t())
+    rows = torch.empty(BLOCK_ELEMENTS, len(numbers), dtype=torch.float32).copy_(numbers.t())
     outliers, places, is_close = _cut_outliers(rows)
     # Divided first, so that the largest floats cannot overflow.
     rotated = _times_hadamard(rows.mul_(1 / BLOCK_ELEMENTS))  # [128, blocks]
@@ -293,7 +293,7 @@ def _restored(coded: _Blocks, dtype: torch.dtype) -> Tensor:
     """Returns the numbers of blocks, ``[blocks, 128]``."""
     codes = coded.codes.float()
     # Whole numbers of at most 128 * 128: exact in any order. Given its output, autocast leaves the product alone.
-    values = torch.mm(codes, _HADAMARD, out=torch.empty(codes.shape)).mul_(coded.steps.float()[:, None])
+    values = torch.mm(codes, _HADAMARD, out=torch.empty_like(codes)).mul_(coded.steps.float()[:, None])
     outliers, most = coded.outliers.float(), _MAX[dtype]
     if dtype == torch.float16 or bool((coded.steps > _ORDINARY[1]).any()):
         # A step beyond the largest number, not an infinity. NaN stays.

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shlex
 import stat
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -122,6 +123,9 @@ def _not_writable(path: Path, reason: str | None) -> ConfigError:
     )
 
 
+_taken: weakref.WeakSet[IdentityFile] = weakref.WeakSet()
+
+
 class IdentityFile:
     """The identity of a node, in memory or in a file that is locked against other processes on this machine."""
 
@@ -134,6 +138,7 @@ class IdentityFile:
         self.existed = existed
         """Whether the file was there before, so that another peer may use it too."""
         self._lock = lock
+        _taken.add(self)
 
     @classmethod
     def take(cls, path: Path | None) -> IdentityFile:
@@ -168,6 +173,15 @@ class IdentityFile:
         """Unlocks the file when no other node shares it. Idempotent."""
         if self._lock is not None:
             self._lock.close()
+
+
+def _give_back_in_child() -> None:
+    # A lock is the open file's, which a fork shares: a worker of a DataLoader would keep it.
+    for one in list(_taken):
+        one.give_back()
+
+
+os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 def load_identity(path: Path) -> Identity:

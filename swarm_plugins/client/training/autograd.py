@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.transport.codec import has_non_finite
 
 if TYPE_CHECKING:
     from swarm_plugins.client.training.batch import BatchCall
@@ -36,7 +38,7 @@ class _BatchFunction(torch.autograd.Function):
         outputs = loop.run(call.forward())
         # Tells `run_batch` how many tensors of each kind the flat result holds.
         layout.append(outputs)
-        ctx.call, ctx.loop = call, loop
+        ctx.call, ctx.loop, ctx.may_overflow = call, loop, _is_scaled()
         # Emptied: autograd keeps the tensors for as long as they are needed.
         ctx.layout = outputs.map(lambda tensor: tensor.new_empty(0))
         # Saved so that autograd raises if a tensor is changed in place before the backward.
@@ -48,8 +50,12 @@ class _BatchFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _, *tensors = ctx.saved_tensors
+        hidden, *tensors = ctx.saved_tensors
         needs_hidden, *needs = ctx.needs_input_grad[3:]
+        if ctx.may_overflow and any(map(has_non_finite, grads)):
+            # No server takes these; a loss scaler leaves out a step without numbers, and lowers the scale.
+            pairs = zip((hidden, *tensors), (needs_hidden, *needs), strict=True)
+            return (None, None, None, *(torch.full_like(one, math.nan) if need else None for one, need in pairs))
         backward = ctx.call.backward(ctx.layout.with_tensors(grads), needs_hidden=needs_hidden, needs=needs)
         grad_hidden, *gradients = ctx.loop.run(backward)
         # Adapters may live on an accelerator; gradients arrive in ordinary memory.
@@ -58,3 +64,9 @@ class _BatchFunction(torch.autograd.Function):
             for gradient, need, tensor in zip(gradients, needs, tensors, strict=True)
         ]
         return (None, None, None, grad_hidden, *wanted)
+
+
+def _is_scaled() -> bool:
+    """Returns whether this is autocast to float16, in which a loss is scaled up until gradients overflow."""
+    kinds = ("cpu", "cuda")
+    return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)

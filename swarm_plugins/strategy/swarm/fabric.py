@@ -72,9 +72,9 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         if not module.training or not torch.is_grad_enabled() or self.run_id is None:
             return
         if self.shared_run is None:
-            self.shared_run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)
-            self.shared_run.start(self._resumed_run)
-            self._resumed_run = None
+            run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)
+            run.start(self._resumed_run)
+            self.shared_run, self._resumed_run = run, None
         rows = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), None)
         self._samples += 0 if rows is None else rows.shape[0]
 
@@ -127,8 +127,10 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         """Saves a checkpoint that names the version of the base model."""
         modules = _placed_in(state)
         described = {**state, KEY: describe_bases(modules)} if modules else state
-        if modules and self.shared_run is not None:
-            described = {**described, KEY_OF_RUN: self.shared_run.state_dict()}
+        # Until the run is joined, what a checkpoint has brought is all there is.
+        state_of_run = self._resumed_run if self.shared_run is None else self.shared_run.state_dict()
+        if modules and state_of_run is not None:
+            described = {**described, KEY_OF_RUN: state_of_run}
         super().save_checkpoint(path, described, *args, **kwargs)
 
     def load_checkpoint(

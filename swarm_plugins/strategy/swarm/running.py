@@ -112,7 +112,8 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
     def state_dict(self) -> dict[str, Any]:
         """Returns the shared state of the round, for a resumed run."""
         run = self._strategy.shared_run
-        return {} if run is None else run.state_dict()
+        # Until the run is joined, what a checkpoint has brought is all there is.
+        return self._resumed or ({} if run is None else run.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until the run is joined."""

@@ -102,6 +102,6 @@ def _steps(codes: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
     """Returns the two numbers of each byte in the bytes of an integer, ``[256]``: one look-up for both."""
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=device)
+    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.float32, device=device)
     codes = torch.arange(256, device=device)
     return torch.stack([values[codes & 15], values[codes >> 4]], dim=1).view(torch.int64).flatten()

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.backbone import context as context_module
+from swarm_plugins.backbone import stack as stack_module
 from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.backbone.hooks import counted, num_changes, seen_by_hooks
 from swarm_plugins.backbone.stack import RemoteStack
@@ -210,3 +211,16 @@ def test_changes_in_place_count_in_inference_mode() -> None:
     assert num_changes(made) is None
     assert before is not None
     assert num_changes(one) == before + 1
+
+
+@torch.no_grad()
+def test_a_call_that_ctrl_c_has_ended_is_noticed_by_the_next(
+    remote: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[Cache] = []
+    monkeypatch.setattr(stack_module, "note_failure", failed.append)
+    cache = DynamicCache(config=remote.config)
+    remote.model.layers[0].swarm_stack._local.called_with = {"past_key_values": cache}
+    for _ in range(2):
+        remote(IDS, use_cache=False)
+    assert failed == [cache]

@@ -244,3 +244,16 @@ def test_an_unknown_base_is_said(
 def test_wrong_settings_are_named_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Publishing(**{"repo_id": "me/adapter", **options})
+
+
+def test_a_run_that_an_error_has_ended_is_closed_by_the_next(
+    hub: LocalHub, adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, publisher = adapted(LoraConfig(target_modules=["q_proj"])), publishing(hub)
+    publisher.begin(model, tmp_path)
+    closed: list[float] = []
+    assert publisher._worker is not None
+    monkeypatch.setattr(publisher._worker, "close", lambda timeout_s: closed.append(timeout_s) or [])
+    publisher.begin(model, tmp_path)
+    assert closed == [0.0]
+    publisher.finish()

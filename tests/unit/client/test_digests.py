@@ -94,3 +94,10 @@ def test_few_parts_are_remembered() -> None:
     for _ in range(5):
         cache.part(AdapterUse(adapters=(adapter(range(2)),)), range(2))
     assert len(cache._cuts) == len(cache._named) == 2
+
+
+def test_an_adapter_of_inference_mode_has_a_digest() -> None:
+    with torch.inference_mode():
+        made = adapter(range(1))
+    shipped = DigestCache().part(AdapterUse(adapters=(made,)), range(1)).shipped
+    assert shipped[0].digest == adapter_digest(made.spec, made.tensors)

@@ -53,3 +53,12 @@ def test_its_gradient_moves_load_away_from_the_crowded_expert() -> None:
     assert logits.grad is not None
     assert (logits.grad[:, 1] > 0).all()
     assert (logits.grad[:, [0, 2, 3]] < 0).all()
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_the_loss_does_not_depend_on_the_default_type(has_mask: bool, default_bfloat16: None) -> None:
+    logits = torch.randn(2000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    mask = torch.ones(4, 500, dtype=torch.int64) if has_mask else None
+    found = load_balancing_loss(logits, 2, mask)
+    torch.set_default_dtype(torch.float32)
+    assert found == load_balancing_loss(logits, 2, mask)

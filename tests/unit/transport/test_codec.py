@@ -292,3 +292,15 @@ def test_any_bytes_of_the_right_size_are_numbers(dtype: torch.dtype) -> None:
 )
 def test_non_finite_numbers_are_found(tensor: torch.Tensor, expected: bool) -> None:
     assert has_non_finite(tensor) is expected
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rotated8_does_not_depend_on_the_default_type(dtype: torch.dtype, default_bfloat16: None) -> None:
+    tensor = torch.randn(3, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+    packed = packed_of(tensor, "rotated8")
+    torch.set_default_dtype(torch.float32)
+    assert packed.equal(packed_of(tensor, "rotated8"))
+    whole = unpack(packed, "rotated8", dtype, tensor.numel())
+    torch.set_default_dtype(torch.bfloat16)
+    assert whole.equal(unpack(packed, "rotated8", dtype, tensor.numel()))
+    assert codecs._hadamard().dtype == torch.float32

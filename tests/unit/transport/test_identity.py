@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,22 @@ def test_an_unusable_identity_says_which_file_and_what_to_do(tmp_path: Path) -> 
         IdentityFile.take(tmp_path / "text")
     with pytest.raises(ConfigError, match="cannot read identity"):
         IdentityFile.take(tmp_path)
+
+
+def test_a_forked_process_keeps_no_identity(tmp_path: Path) -> None:
+    taken = IdentityFile.take(tmp_path / "key")
+    (begun, begins), (ends, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(begins, b"x")
+        os.read(ends, 1)  # until the parent has closed it
+        os._exit(0)
+    try:
+        os.read(begun, 1)
+        taken.give_back()
+        IdentityFile.take(tmp_path / "key").give_back()
+    finally:
+        for one in (begun, begins, ends, end):
+            os.close(one)
+        os.waitpid(child, 0)

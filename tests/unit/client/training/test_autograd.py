@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
@@ -48,3 +49,15 @@ def test_a_step_with_several_outputs_is_freed() -> None:
     call = step()
     gc.collect()
     assert call() is None
+
+
+def test_what_a_loss_scaler_made_too_large_asks_no_server() -> None:
+    hidden = torch.ones(1, 2, 4, requires_grad=True)
+    call = Doubler(hidden)
+    call.backward = pytest.fail  # type: ignore[assignment]
+    loop = cast(Any, SimpleNamespace(run=lambda work: work))
+    with torch.autocast("cpu", torch.float16):
+        outputs = run_batch(loop, cast(BatchCall, call))
+    (outputs.hidden * torch.inf).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isnan().all()

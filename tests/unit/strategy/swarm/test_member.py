@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.fabric.plugins.precision as fabric_precision
 import lightning.pytorch.plugins.precision as trainer_precision
@@ -14,9 +16,10 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, SwarmConfig, SwarmStrategy
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.strategy.swarm import fabric as fabric_strategy
 from swarm_plugins.strategy.swarm import processes
+from swarm_plugins.strategy.swarm.running import RunCallback
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmPeer"
 STRATEGIES = [pytest.param(SwarmStrategy, id="trainer"), pytest.param(FabricSwarmStrategy, id="fabric")]
@@ -158,3 +161,23 @@ def test_a_forward_without_gradients_joins_no_run(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         strategy._count(nn.Linear(2, 2).train(), (torch.ones(3, 2),), {})
     assert strategy._samples == 0
+
+
+def test_a_run_that_could_not_be_joined_is_joined_at_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [Mock(start=Mock(side_effect=TransportError("nobody is there"))), Mock()]
+    monkeypatch.setattr(fabric_strategy, "make_run", lambda *_: runs.pop(0))
+    strategy, module = FabricSwarmStrategy(run_id="ours"), nn.Linear(2, 2).train()
+    strategy._resumed_run = kept = {"round": 3}
+    with pytest.raises(TransportError):
+        strategy._count(module, (torch.ones(3, 2),), {})
+    assert strategy.shared_run is None
+    strategy._count(module, (torch.ones(3, 2),), {})
+    assert strategy.shared_run is not None
+    strategy.shared_run.start.assert_called_once_with(kept)  # type: ignore[attr-defined]
+
+
+def test_until_a_run_is_joined_a_checkpoint_keeps_what_was_resumed() -> None:
+    kept = {"round": 3}
+    callback = RunCallback(SimpleNamespace(shared_run=Mock(state_dict=dict)))  # type: ignore[arg-type]
+    callback.load_state_dict(kept)
+    assert callback.state_dict() == kept
