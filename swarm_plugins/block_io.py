@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.layer_masks import LayerMasks
+from swarm_plugins.rotary import tokens_to_pass
 
 Inputs = TypeVar("Inputs", bound="SpanInputs")
 Outputs = TypeVar("Outputs", bound="SpanOutputs")
@@ -175,9 +176,9 @@ class SpanInputs:
     collect_router: bool = False
     """Whether to also return the router logits of mixture-of-experts blocks."""
     whole_beyond: int | None = None
-    """New tokens up to the first one beyond this position run at once; see `swarm_plugins.rotary`. None: any may."""
+    """If new tokens pass this length, those up to the first that does run at once; see `swarm_plugins.rotary`."""
     routers: Mapping[int, int | None] | None = None
-    """The blocks with router logits, and the width of these, None if it is not known. None: nothing is known."""
+    """The blocks that have router logits, each with their width or None if that is unknown. None: all unknown."""
 
     @property
     def num_tokens(self) -> int:
@@ -254,13 +255,13 @@ class SpanInputs:
         )
 
     def cut_tokens(self: Inputs, size: int, cached: int) -> list[Inputs]:
-        """Cuts the new tokens into parts of at most ``size``; more where tokens that belong together are more.
+        """Cuts the new tokens into parts of at most ``size``, or longer ones where tokens belong together.
 
         Args:
             size: Tokens of each row.
             cached: Those before them.
         """
-        num_new, least = self.hidden.shape[1], self.first_cut(cached)
+        num_new, least = self.hidden.shape[1], self.num_together(cached) or 1
         cuts = list(range(1, num_new + 1)) if self.layer_masks is None else self.layer_masks.cuts()
         cuts = [cut for cut in cuts if cut >= least]
         found, start = [], 0
@@ -271,21 +272,11 @@ class SpanInputs:
             start = end
         return found
 
-    def is_beyond(self, cached: int) -> bool:
-        """Returns whether the new tokens, after so many cached ones, reach beyond where they may be cut anywhere."""
-        return self.whole_beyond is not None and bool((self._ends(cached) > self.whole_beyond).any())
-
-    def first_cut(self, cached: int) -> int:
-        """Returns how many of the new tokens, after so many cached ones, have to run at once; behind them any may."""
-        if self.whole_beyond is None or not self.is_beyond(cached):
-            return 1
-        return 1 + int((self._ends(cached) > self.whole_beyond).nonzero()[0])
-
-    def _ends(self, cached: int) -> Tensor:
-        """Returns behind which position each new token ends, in the row where that is furthest, ``[S]``."""
-        if self.position_ids is None:
-            return torch.arange(cached + 1, cached + self.hidden.shape[1] + 1)
-        return 1 + self.position_ids.flatten(0, -2).amax(0)
+    def num_together(self, cached: int) -> int | None:
+        """Returns how many new tokens, after ``cached`` ones, must run at once; None if none passes `whole_beyond`."""
+        if self.whole_beyond is None:
+            return None
+        return tokens_to_pass(self.whole_beyond, self.position_ids, cached=cached, num_new=self.hidden.shape[1])
 
     def take_blocks(self: Inputs, blocks: range, hidden: Tensor) -> Inputs:
         """Returns the inputs of some of the blocks, with ``hidden`` as their hidden states."""

@@ -103,7 +103,7 @@ class Ledger:
         return room_of(max(0, self._left_for(peer) + amount), self._held[peer], of_group, self.max_peer_share)
 
     def _left_for(self, peer: str) -> int:
-        """Returns what is left for a peer of its kind; below zero where known peers hold some of the reserve."""
+        """Returns what is left for peers of this kind; negative if known peers hold part of the reserve."""
         is_reserved = self.groups is not None and not self.groups.is_known(peer)
         return self.limit - self.used - (self.reserved if is_reserved else 0)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def has_fixed_positions(config: Any) -> bool:
     """Returns whether a token's position alone decides how it is encoded, not the tokens that come with it."""
@@ -13,13 +16,31 @@ def has_fixed_positions(config: Any) -> bool:
 
 
 def whole_beyond(config: Any) -> int | None:
-    """Returns the longest sequence whose new tokens may be cut anywhere; None: those of any may.
+    """Returns the length up to which a prompt may be cut anywhere; None if there is no limit.
 
-    Beyond it, transformers turns all keys of a call by the factors of long sequences (LongRoPE, Ding et al. 2024): a
-    first part that ends before it would be turned by those of short ones.
+    LongRoPE (Ding et al. 2024) has one set of frequencies for short sequences and one for long ones, and transformers
+    picks the set by the last position of each call. If the first part of a long prompt ended within this length, its
+    keys would get the frequencies of a short one.
     """
     kinds = [kind for kind in _kinds(config) if kind.get("rope_type") == "longrope"]
     return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
+
+
+def tokens_to_pass(border: int, position_ids: Tensor | None, *, cached: int, num_new: int) -> int | None:
+    """Returns how many new tokens it takes to pass a length, in the row that does so first; None if no row does.
+
+    Args:
+        border: The length.
+        position_ids: ``[.., S]``. None: consecutive ones after what is cached.
+        cached: Tokens before them.
+        num_new: ``S``.
+    """
+    if position_ids is None:
+        lengths = torch.arange(cached + 1, cached + num_new + 1)
+    else:
+        lengths = 1 + position_ids.flatten(0, -2).amax(0)
+    beyond = (lengths > border).nonzero()
+    return 1 + int(beyond[0]) if len(beyond) else None
 
 
 def _kinds(config: Any) -> list[dict[str, Any]]:

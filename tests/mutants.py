@@ -100,7 +100,7 @@ MUTANTS = {
         "tests/unit/blocks/test_span_step.py -k deepseek_v3",
     ),
     "hidden states are counted from the first block": Mutant(
-        "backbone/stack.py",
+        "backbone/hooks.py",
         "seen.union(index - 1 for index in selected)",
         "frozenset(selected)",
         "tests/parity/test_hidden_states.py",

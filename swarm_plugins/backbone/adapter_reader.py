@@ -230,7 +230,7 @@ def _variants(item: _Tuned) -> dict[str, Any]:
 
 
 def _hooked(tuned: Sequence[_Tuned], name: str) -> tuple[Any, ...] | None:
-    """Reads what PEFT passes to its layers for each row: adapter names, aLoRA's offsets. It does so by hooks.
+    """Reads what PEFT passes to its layers for each row, in hooks: adapter names, aLoRA's offsets.
 
     The newest counts, as for PEFT's own layers: a forward that raises leaves its hooks behind.
     """

@@ -376,7 +376,7 @@ def note_failure(cache: Cache) -> None:
 
 
 def _run_once(remote: RemoteBlocks, inputs: SpanInputs, state: RemoteCacheState, *, is_training: bool) -> SpanOutputs:
-    # In their type, which servers compute and answer in; autograd turns gradients back.
+    # In the type that servers compute and answer in; autograd converts the gradients back.
     with_prefix = replace(inputs, prefix=tuple(one.to(inputs.hidden.dtype) for one in state.prefix))
     if not with_prefix.needs_gradient and not (is_training and state.is_untouched):
         return state.step(inputs)

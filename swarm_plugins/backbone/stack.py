@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import _active_collector
 from swarm_plugins.backbone.adapter_reader import AdapterReader
 from swarm_plugins.backbone.arguments import by_name, read_arguments, read_ids
 from swarm_plugins.backbone.cache import note_failure, run_cached
-from swarm_plugins.backbone.hooks import counted, num_changes, seen_by_hooks
+from swarm_plugins.backbone.hooks import counted, num_changes, outputs_wanted, seen_by_hooks
 from swarm_plugins.backbone.own_cache import CacheSwap
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, as_returned, is_same
@@ -60,10 +60,10 @@ class _Running:
         self.first_block = self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
         self.num_changes: int | None = None
-        """Of the last one in place, when it was handed on."""
+        """How often ``last`` had been changed in place when it was handed on."""
 
     def is_last(self, hidden: Tensor) -> bool:
-        """Returns whether a block is given what the one before it has returned, unchanged."""
+        """Returns whether a block is given exactly what the one before it returned."""
         return self.last is not None and is_same(hidden, self.last) and num_changes(hidden) == self.num_changes
 
 
@@ -205,7 +205,7 @@ class RemoteStack:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._called_with is not None:
-            self._leave(decoder, (), None)  # Ctrl-C ended the call before: torch calls no hook then
+            self._leave(decoder, (), None)  # Ctrl-C ended the call before, and torch then skips the hooks
         # With it, some families go on between two layers with the last tokens only; their heads cut again.
         kwargs = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         self._local.called_with = called_with = by_name(type(decoder), args, kwargs)
@@ -325,7 +325,7 @@ class RemoteStack:
             token_ids=read_ids(self._called_with or {}) if self.takes_ids else None,
             adapters=use,
             collect_hidden=(wants_hidden or bool(seen)) and len(blocks) > 1,
-            hidden_of=_blocks_of(collector, seen, wants_hidden=wants_hidden) if cache is not None else None,
+            hidden_of=outputs_wanted(collector, seen, wants_hidden=wants_hidden) if cache is not None else None,
             collect_router="router_logits" in collector,
             whole_beyond=whole_beyond(self.config),
             routers=self.routers,
@@ -340,7 +340,7 @@ class RemoteStack:
         return _Running(outputs.map(counted) if seen else outputs, inputs, shape, self.columns)
 
     def _seen_by_hooks(self, blocks: range) -> frozenset[int]:
-        """Returns the blocks of a chain whose outputs hooks of the user's see before the chain's end."""
+        """Returns the blocks of a chain, except the last, whose outputs users' hooks see."""
         called = [block for block in self.called if block in blocks]
         return seen_by_hooks(called, [self.layers[block - self.blocks.start] for block in called])
 
@@ -385,15 +385,6 @@ class RemoteStack:
         twin.connection = self.connection
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
-
-
-def _blocks_of(collector: dict[str, Any], seen: frozenset[int], *, wants_hidden: bool) -> frozenset[int] | None:
-    """Returns the blocks whose outputs are wanted of all hidden states, besides those that hooks see; None: all.
-
-    transformers counts hidden states from the embeddings: the first one is the input of block 0.
-    """
-    selected = collector.get("_hidden_states_layers") if wants_hidden else ()
-    return None if selected is None else seen.union(index - 1 for index in selected)
 
 
 def _open_checkpoint(model: str | None, version: ModelVersion) -> Checkpoint:

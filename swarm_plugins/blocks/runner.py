@@ -37,7 +37,7 @@ class SpanSpec:
     has_fixed_positions: bool = True
     """Whether rows may be run in parts: no part changes how the others are encoded."""
     whole_beyond: int | None = None
-    """New tokens that end beyond this position run at once: the last one decides how all are encoded. None: never."""
+    """As in `SpanInputs`: if new tokens pass this length, those up to the first that does run at once."""
     makes_masks: bool = False
     """Whether attention gets a mask also where nothing is padded, as sliding windows need."""
     vocab_size: int = 0

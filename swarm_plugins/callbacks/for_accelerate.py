@@ -40,7 +40,7 @@ def _save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -
     bases = []
     for index, model in enumerate(map(_unwrapped, models)):
         if is_placed(model):
-            # Each on its own: accelerate refuses names of one tensor, as of tied weights.
+            # Copies: accelerate refuses two names for one tensor, which tied weights have.
             weights[index] = {name: one.clone() for name, one in trained_state(model).items()}
         bases.append(describe_base(model) if is_placed(model) else None)
     # Every process writes the same.

@@ -37,7 +37,7 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             log.info("fast_dev_run: nothing is published to %s", self.repo_id)
             return
         if any(isinstance(one, DTensor) for one in pl_module.parameters() if one.requires_grad):
-            # On every rank: the first one alone would wait for the others to gather it.
+            # On every rank: gathering takes all of them, and only the first one publishes.
             raise ConfigError(
                 "an adapter on experts that are divided over ranks cannot be published while it trains: leave the "
                 "callback out, save what gather_state_dict(module, trained_only=True) returns, and use `swarm push`"

@@ -127,7 +127,7 @@ class Publishing:
             ConfigError: If there is no adapter to train, or ``eval_tasks`` cannot evaluate it.
             MissingExtraError: If there are ``eval_tasks`` and lm_eval is not installed.
         """
-        self._close(0.0)  # of a run that an error has ended: transformers' Trainer does not tell
+        self._close(0.0)  # of a run that failed: transformers' Trainer reports no errors
         atexit.register(self._close, min(_INTERRUPTED_S, self.finish_s))
         self._source = find_adapter(module)
         self._root = (self.folder or default_folder / "hub_adapters").absolute()

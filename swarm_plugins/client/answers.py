@@ -128,7 +128,7 @@ def _check_routers(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
     known = inputs.routers if inputs.collect_router else {}
     if known is None:
         return
-    # Logits of other blocks or widths would bend or end the user's step where no server can take over any more.
+    # Later, outside of all retries, logits of other blocks or widths would fail the user's step or falsify its loss.
     found = {block: logits.shape[1] for block, logits in zip(blocks, outputs.router_logits, strict=True)}
     expected = {block: width or found.get(block) for block, width in known.items() if block in span}
     if found != expected:

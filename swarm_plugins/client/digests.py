@@ -90,7 +90,7 @@ class DigestCache:
 
     def _name(self, cut: _Cut, *, verify: bool) -> _Named:
         spec, tensors = cut.part.spec, cut.part.tensors
-        # Those of inference mode count no versions, and cannot be trained.
+        # Tensors of inference mode have no version counter, and cannot be trained.
         versions = (0 if tensor.is_inference() else tensor._version for tensor in tensors)
         key: tuple[object, ...] = (id(cut), *zip((tensor.data_ptr() for tensor in tensors), versions, strict=True))
         known = self._named.get(key)

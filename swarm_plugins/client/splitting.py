@@ -9,7 +9,7 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.transport.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 
 _STATE_BYTES = MAX_MESSAGE_BYTES - 2 * MAX_METADATA_BYTES
-"""What hidden states may take of a message; masks and positions take some, too."""
+"""How much of a message hidden states may fill; the rest is for masks, positions and metadata."""
 
 
 def tokens_per_message(inputs: SpanInputs, *, backward: bool = False) -> int:
@@ -26,8 +26,8 @@ def tokens_per_message(inputs: SpanInputs, *, backward: bool = False) -> int:
 
 
 def check_whole(inputs: SpanInputs, cached: int) -> None:
-    """Raises UnsupportedError if new tokens, after so many cached ones, that have to run at once fit in no message."""
-    rows, least = inputs.hidden.shape[0], inputs.first_cut(cached)
+    """Raises UnsupportedError if the new tokens that must run at once do not fit in one message."""
+    rows, least = inputs.hidden.shape[0], inputs.num_together(cached) or 1
     if least > 1 and rows * least > tokens_per_message(inputs):
         raise UnsupportedError(
             f"the first {least} tokens of {rows} rows have to run at once, since this model's rotary embeddings depend "

@@ -85,7 +85,7 @@ class StandIn:
                 part = range(run[0], run[-1] + 1)
                 used.append(known or await self._load(part))
                 chain.append(SpanChoice(used[-1].peer, part.start, part.stop))
-            # All of them now, however long the last ones took to load.
+            # Only now: the last ones may have taken long to load.
             for one in used:
                 one.used_at = time.monotonic()
             return chain
@@ -103,7 +103,7 @@ class StandIn:
         return hosted
 
     def _host_unless_closed(self, blocks: range) -> _Hosted | None:
-        """Loads blocks and notes them, where `close` finds them whatever becomes of the event loop."""
+        """Loads blocks and registers them here, so that `close` finds them even if the event loop has stopped."""
         if self._closed.is_set():
             return None
         hosted = self._host(blocks)
@@ -145,7 +145,7 @@ async def _free_unused(hosted: dict[str, _Hosted], local: LocalRoutes, book: Pee
             if one.info is not None and any(one.info.of(version) is not None for version in versions)
         )
         latest = max(others, default=-math.inf)
-        # Not while others load for a chain that these are a part of.
+        # Not while blocks load for a chain that needs these as well.
         async with lock:
             for one in list(hosted.values()):
                 one.used_at = max(one.used_at, book[one.peer].ran_at)

@@ -48,7 +48,7 @@ def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url:
 
 
 def _check_metadata(card: str) -> None:
-    """Raises ValueError if a card's metadata has aliases, by which a small one can stand for any number of results."""
+    """Raises ValueError if a card's metadata has aliases, which can blow a small card up to any size."""
     block = REGEX_YAML_BLOCK.search(card)
     if block is not None and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(block[2])):
         raise ValueError("its metadata has YAML aliases, which cards do not need")

@@ -1,4 +1,4 @@
-"""Which modules of a block are routers, as transformers records their logits, and how many experts they choose from."""
+"""Which modules of a block are routers whose logits transformers records, and how many experts they choose from."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class ExpertCache(Protocol):
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of the budget for fast memory that nothing lies in yet."""
+        """Bytes of the budget for fast memory that are not allocated yet."""
 
     def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yields each of the experts once, those at hand first, the others as they arrive.

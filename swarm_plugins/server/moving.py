@@ -171,7 +171,7 @@ class Mover:
             raise
 
     async def _serve_again(self, blocks: range) -> None:
-        """Serves blocks that were dropped, and tries until they are loaded: without any, the server is of no use."""
+        """Serves dropped blocks again; retries until that works or the server stops: without blocks it is useless."""
         while True:
             try:
                 await self._serve(await self._loaded(blocks))

@@ -28,7 +28,7 @@ def seen_by(cache: Cache) -> int:
 
 
 def fixed_layers(cache: Cache, model: nn.Module) -> list[str]:
-    """Returns the kinds of a cache's layers, other than of remote blocks, that cannot forget their last tokens."""
+    """Returns the classes of local cache layers that cannot forget their last tokens."""
     stack = stack_of(model)
     remote = {block for chain in ([] if stack is None else stack.chains) for block in chain}
     local = (layer for index, layer in enumerate(cache.layers) if index not in remote)

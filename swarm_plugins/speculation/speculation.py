@@ -34,7 +34,7 @@ LOOKUP = "lookup"
 _PADDING_TOKENS = 512
 """Models of a family pad the same vocabulary to different multiples."""
 _STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-"""They keep what they have seen from call to call, and could not forget rejected tokens."""
+"""They keep state between calls, and could not forget rejected tokens."""
 
 
 class Speculation:
@@ -258,7 +258,7 @@ class _Run:
         longest = max(self.texts.lengths[row] for row in self.texts.active_rows)
         left = int(self._config.max_length) - longest - 1
         if self._border is not None:
-            # While the text has the frequencies of short ones, drafts must not bring it those of long ones.
+            # A draft must not carry a short text past the length where its frequencies change.
             room = self._border - self._places.length - self._num_virtual
             left = min(left, room) if room >= 0 else left
         return self._owner._pace.limit(max(0, min(self._owner.max_tokens, left)))
@@ -318,7 +318,7 @@ class _Run:
                 if place <= counts[row]:
                     texts.append(row, int(chosen.tokens[row, place]))
             self._stop([row for row in texts.active_rows if place <= counts[row]], stopping_criteria)
-        # A row that has ended within its drafts keeps no more of them in the cache than in the text.
+        # If a row ended within its drafts, the cache keeps only those that are in the text.
         new = counts.new_tensor(texts.lengths) - counts.new_tensor(before)
         counts = (new - 1).clamp(min=0)
         newest = chosen.tokens.gather(1, counts[:, None])[:, 0]

@@ -59,7 +59,7 @@ def context_tokens(model: Any) -> int:
 
 
 def without_added_end(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> list[int]:
-    """Returns the ids of a text without the end that tokenizers like ByT5's put behind each; its own ends stay."""
+    """Returns a text's ids without the end token that tokenizers like ByT5's append; ends in the text itself stay."""
     end = tokenizer.eos_token or ""
     if len(ids) < 2 or ids[-1] != tokenizer.eos_token_id:
         return ids

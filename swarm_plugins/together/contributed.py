@@ -95,7 +95,7 @@ class Contributed:
         """
         kept = self.to(state.round, state.digest)
         if kept is None:
-            # Only the last contribution is kept: before it there may have been one to this round.
+            # Only the last contribution is kept; an earlier one may have been to this round.
             is_past = self._last is not None and self._last.contribution.round > state.round
             return None if is_past else False
         if record is None or (record.round, record.base) != (state.round, state.digest):

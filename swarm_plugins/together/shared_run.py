@@ -285,7 +285,7 @@ class SharedRun:
         self._settle(changes, round_, is_counted=is_counted is not False)
 
     def _settle(self, changes: list[Array], round_: int, *, is_counted: bool) -> None:
-        """Takes over the state of the round that has begun; ``round_`` is the one that the changes belong to."""
+        """Adopts the state of the new round; the changes belong to ``round_``."""
         if not is_counted and self._samples:
             log.warning(
                 "run %s: round %d was closed without this peer; its %d samples are added to a later one",

@@ -122,7 +122,7 @@ def has_non_finite(tensor: Tensor) -> bool:
 
 def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()  # in which the bound itself is not rounded up
+        tensor = tensor.float()  # bfloat16 would round the bound itself up
     clamped = tensor.clamp(-_MAX[dtype], _MAX[dtype])
     if has_non_finite(tensor):
         clamped = torch.where(tensor.isinf(), tensor, clamped)
@@ -130,7 +130,7 @@ def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _hadamard() -> Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float32)  # torch's default type may be another in this thread, or in another
+    matrix = torch.ones(1, 1, dtype=torch.float32)  # torch's default type may differ: any thread can set it
     while len(matrix) < BLOCK_ELEMENTS:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix  # [128, 128]

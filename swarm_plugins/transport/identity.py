@@ -176,7 +176,7 @@ class IdentityFile:
 
 
 def _give_back_in_child() -> None:
-    # A lock is the open file's, which a fork shares: a worker of a DataLoader would keep it.
+    # A fork shares the open file and so its lock, which a DataLoader worker would keep held.
     for one in list(_taken):
         one.give_back()
 

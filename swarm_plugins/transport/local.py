@@ -30,7 +30,7 @@ class _End:
 
     async def receive(self, *, timeout_s: float) -> Message | None:
         try:
-            # Without waiting where it can: a wait of no time ends before it looks.
+            # Without `wait_for` if possible: with a timeout of 0 it gives up before it looks.
             is_there = not self._incoming.empty()
             frame = self._incoming.get_nowait() if is_there else await asyncio.wait_for(self._incoming.get(), timeout_s)
         except TimeoutError as exc:

@@ -239,7 +239,7 @@ class Acceptor:
         # While some are free, only others of its address keep it out.
         is_full, group = not streams.free(peer), streams.group(peer)
         others = [one for one in self._open if is_full or streams.group(one.remote_peer) == group]
-        # Some would not let this one in.
+        # Only those whose end would let this peer in.
         others = [one for one in others if streams.room_after(peer, one.remote_peer, 1)]
         idlest = min(others, key=lambda stream: stream.waits_since, default=None)
         if idlest is None or asyncio.get_running_loop().time() - idlest.waits_since < _IDLE_S:

@@ -79,7 +79,7 @@ class Joint:
             parts = [Part(call.datums, call.loss, shared.names[call.tuner]) for call in calls]
             found: list[Any] = run_pass(shared.model, parts, backward=backward)
         except Exception as exc:  # noqa: BLE001 - each of the calls says what it is, if it is its own
-            self.clear()  # PEFT's hooks that name the adapters of rows stay in the copy after a forward that raises
+            self.clear()  # after an error, PEFT leaves the hooks that name each row's adapter in the copy
             for call, gradients in zip(calls, before, strict=True):
                 _set_gradients(call.tuner, gradients)
             if isinstance(exc, ValueError | TypeError) and not isinstance(exc, SwarmError):

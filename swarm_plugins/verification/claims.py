@@ -107,7 +107,7 @@ class Claim:
         )
 
     def check_shape(self) -> None:
-        """Raises ProtocolError unless the answer has all that was asked for, in the right shape, and finite."""
+        """Raises ProtocolError unless the answer is complete, of the right shapes, and finite."""
         request = self.forward
         asked = SpanInputs(
             blocks=self.blocks,

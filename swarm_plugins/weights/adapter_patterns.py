@@ -87,7 +87,7 @@ def _overridden(values: dict[str, Any], names: Sequence[str], what: str) -> dict
 
 
 def _ends(pattern: str, names: Sequence[str], what: str) -> tuple[list[str], int]:
-    """Returns the names whose end an expression matches, and the steps that this took; one for a name takes none."""
+    """Returns the names whose end matches, and the steps that took; an expression that is a plain name takes none."""
     literal = pattern.removesuffix("$").replace(r"\.", ".")
     if is_plain(literal.removeprefix("^")):
         return [name for name in names if literal in (name, f"^{name}") or name.endswith(f".{literal}")], 0

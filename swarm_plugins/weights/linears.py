@@ -24,7 +24,7 @@ MIN_FEATURES = 32
 _ROUTERS = ("gate", "router", "router_gate")
 """Names of routers; a rounded one would choose other experts."""
 _READ_BY_OWNERS = ("dt_proj", "weights_proj")
-"""Names of layers whose ``weight`` the module around them multiplies by or casts to: in Mamba and DeepSeek-V3.2."""
+"""Names of layers whose ``weight`` their parent module uses directly, as in Mamba and DeepSeek-V3.2."""
 _WIDE = frozenset((*_ROUTERS, *_READ_BY_OWNERS))
 
 
@@ -134,7 +134,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def may_be_packed(path: str, linear: nn.Linear) -> bool:
-    """Returns whether a linear layer gains by a `PackedLinear`: not a tiny one, nor one that `stays_wide`."""
+    """Returns whether a linear layer may become a `PackedLinear`: it is not tiny, and not one that `stays_wide`."""
     return min(linear.in_features, linear.out_features) >= MIN_FEATURES and not stays_wide(path)
 
 

@@ -109,7 +109,8 @@ def _are_joinable(one: SpanInputs, two: SpanInputs) -> bool:
     """Returns whether two steps give the same as one, which has its mask made by the model."""
     if one.layer_masks is not None or two.layer_masks is not None or not _hide_the_same(one, two):
         return False
-    if one.is_beyond(0) != two.is_beyond(0):  # steps of a record have positions
+    # Steps of a record have positions: what was cached before them does not matter.
+    if (one.num_together(0) is None) != (two.num_together(0) is None):
         return False
     planes = [step.position_ids.shape[:-2] for step in (one, two) if step.position_ids is not None]
     return planes[:1] == planes[-1:] and one.adapters.is_same(two.adapters)

@@ -43,8 +43,8 @@ class _BatchFunction(torch.autograd.Function):
         ctx.layout = outputs.map(lambda tensor: tensor.new_empty(0))
         # Saved so that autograd raises if a tensor is changed in place before the backward.
         ctx.save_for_backward(*tensors)
-        # Python's collector does not see the references between several outputs and this node: were they the tensors
-        # that the call keeps, neither would ever be freed.
+        # Detached: if these were the tensors that the call keeps, they and this node would form a cycle
+        # that Python's collector cannot see through, and would never be freed.
         return outputs.map(Tensor.detach).tensors
 
     @staticmethod
@@ -53,7 +53,7 @@ class _BatchFunction(torch.autograd.Function):
         hidden, *tensors = ctx.saved_tensors
         needs_hidden, *needs = ctx.needs_input_grad[3:]
         if ctx.may_overflow and any(map(has_non_finite, grads)):
-            # No server takes these; a loss scaler leaves out a step without numbers, and lowers the scale.
+            # Servers refuse such gradients. A loss scaler skips the step when it sees NaN, and lowers its scale.
             pairs = zip((hidden, *tensors), (needs_hidden, *needs), strict=True)
             return (None, None, None, *(torch.full_like(one, math.nan) if need else None for one, need in pairs))
         backward = ctx.call.backward(ctx.layout.with_tensors(grads), needs_hidden=needs_hidden, needs=needs)
@@ -67,6 +67,6 @@ class _BatchFunction(torch.autograd.Function):
 
 
 def _is_scaled() -> bool:
-    """Returns whether this is autocast to float16, in which a loss is scaled up until gradients overflow."""
+    """Returns whether autocast uses float16, where losses are scaled up until gradients overflow."""
     kinds = ("cpu", "cuda")
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)

@@ -100,7 +100,7 @@ class BoundedCache:
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of the budget that nothing lies in yet."""
+        """Bytes of the budget that are not allocated yet."""
         return self._pool.limit_bytes - self._pool.allocated_bytes
 
     def borrow(self, layer: int, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]], None, None]:

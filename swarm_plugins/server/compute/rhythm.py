@@ -33,8 +33,8 @@ _WINDOW_S = 10.0
 """Time constant of the average load."""
 _STUCK_S = 4.0
 _STUCK_FACTOR = 4.0
-"""A piece of work that takes longer than this, and than so many times what the longest of the last ones took, or what
-one of its size should take, hangs."""
+"""A piece of work hangs if it takes longer than this, and so many times as long as the longest recent one and as one of
+its size should take."""
 _MAX_PIECES = 64
 _MIN_PIECE_S = 0.05
 """Shorter pieces of work tell nothing about how long one may take."""
@@ -135,7 +135,7 @@ def _slope(sizes: Sequence[_Size]) -> float:
 
 
 class _Busy(NamedTuple):
-    """What is known from a change on."""
+    """The state since the last change."""
 
     since: float
     share: float
@@ -158,7 +158,7 @@ class BusyMeter:
 
     @property
     def work(self) -> int:
-        """How much the piece of work is that runs, in tokens times blocks; 0 if that is not known."""
+        """Size of the piece of work that is running, in tokens times blocks; 0 if unknown."""
         return 0 if self._state is None else self._state.work
 
     def begin(self, now: float, work: int = 0) -> None:

@@ -175,7 +175,7 @@ class Step(Work):
             return self.num_left
         if inputs.whole_beyond is None or self._num_done:
             return 1
-        return inputs.first_cut(inputs.cache.length)
+        return inputs.num_together(inputs.cache.length) or 1
 
     @property
     def work(self) -> int:

@@ -87,7 +87,7 @@ class AdapterStore:
             shares.touch(key)
             return
         if (None, adapter.digest) in self._held:
-            return  # the host's own serves this client too
+            return  # the host's own copy serves this client as well
         size = self.size_of(adapter)
         if size > self.peer_bytes:
             raise CapacityError(

@@ -63,7 +63,7 @@ class ExpertParallelMember:
         self._num_backwards = 0
         # Optimizer -> backward passes when the gradients of its parameters were last synchronized.
         self._synchronized: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # Optimizer -> its gradients, with their versions, when they were last clipped; until it steps.
+        # Optimizer -> its gradients and their versions at the last clipping. Dropped when it steps.
         self._clipped: WeakKeyDictionary[Optimizer, list[tuple[TensorWeakRef, int]]] = WeakKeyDictionary()
 
     @property
@@ -115,7 +115,7 @@ class ExpertParallelMember:
         """Makes the gradients that an optimizer uses those of all ranks, once after any number of backward passes.
 
         Raises:
-            ConfigError: If more was added to gradients that were clipped.
+            ConfigError: If gradients were added to after they were clipped.
             TransportError: If another rank is lost.
         """
         if self._synchronized.get(optimizer, 0) == self._num_backwards or self._are_as_clipped(optimizer):
@@ -124,14 +124,18 @@ class ExpertParallelMember:
         self._synchronized[optimizer] = self._num_backwards
 
     def _are_as_clipped(self, optimizer: Optimizer) -> bool:
-        """Returns whether backward passes since an optimizer's gradients were clipped were those of others."""
+        """Returns whether an optimizer's gradients are unchanged since they were clipped.
+
+        Raises:
+            ConfigError: If others were added to them.
+        """
         now = {id(one.grad) for one in parameters_of(optimizer) if one.grad is not None}
         clipped = [(one(), version) for one, version in self._clipped.get(optimizer, ())]
         kept = [(one, version) for one, version in clipped if one is not None and id(one) in now]
         if kept and (len(kept) < len(now) or any(one._version != version for one, version in kept)):
-            # Gradients of experts would be divided by the number of batches once more.
+            # Gradients of experts would be divided by the number of batches twice.
             raise ConfigError(
-                "gradients were clipped, and then others were added to them: clip once, right before optimizer.step(); "
+                "gradients were added to after they were clipped: clip once, right before optimizer.step(); "
                 "to leave out a step, call optimizer.zero_grad(set_to_none=True)"
             )
         return bool(kept)

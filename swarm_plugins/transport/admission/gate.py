@@ -122,7 +122,7 @@ class Gate:
         return self._key is not None
 
     def take_over(self, before: Gate) -> None:
-        """Takes over the proofs of a gate of the same key pair: peers do not know that its daemon was replaced."""
+        """Adopts the proofs of an earlier gate with the same key pair: peers do not know of its new daemon."""
         if before._key == self._key:
             with before._lock:
                 proven = [*before._proven.items()]
@@ -187,7 +187,7 @@ class Gate:
         self._note(peer)
 
     def _turn(self, peer: str) -> asyncio.Lock:
-        """Calls that begin at once wait for one proof: an answerer takes few of a peer side by side."""
+        """Returns a lock for simultaneous calls to share one proof: answerers accept only a few per peer at a time."""
         key = (asyncio.get_running_loop(), peer)
         with self._lock:
             lock = self._entering.get(key)

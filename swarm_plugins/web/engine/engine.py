@@ -139,7 +139,7 @@ class Engine:
 
 
 def _token_bytes(model: Any) -> int:
-    """Returns about the bytes of keys and values of one token, in all layers; states take more or less."""
+    """Returns roughly how many bytes the keys and values of one token take in all layers."""
     config = model.config.get_text_config(decoder=True)
     rank, query_heads = getattr(config, "kv_lora_rank", None), getattr(config, "num_attention_heads", None) or 1
     if rank:  # latents of all heads together (DeepSeek-V2, section 2.1)

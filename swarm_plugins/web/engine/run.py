@@ -142,7 +142,7 @@ class Run:
         return GrammarProcessor(grammar, self._tokenizer, prompt_tokens, self._request.n, self._answers.has_ended)
 
     def _key(self, model: Any) -> Hashable:
-        # Not the adapter's name: one that was evicted and is loaded again may have another version.
+        # Not by the adapter's name: after an eviction, another version may be loaded under it.
         return weakref.ref(model), self._request.tenant
 
     def _use(self, cache: Cache) -> None:
@@ -197,7 +197,7 @@ class Run:
 
 
 def check_scored(model: Any, num_tokens: int) -> None:
-    """Raises UnsupportedError if a prompt cannot be scored part by part, as memory asks for."""
+    """Raises UnsupportedError if a prompt cannot be scored in parts, which bounded memory requires."""
     if not _may_be_cut(model, num_tokens):
         raise UnsupportedError(
             f"prompts of more than {whole_beyond(_text_config(model))} tokens cannot be scored with this model, whose "

@@ -49,7 +49,7 @@ T = TypeVar("T")
 _SIDE_BY_SIDE = 2
 """Models that are computed at once; each batch takes a quarter of a GiB for its logits, or what one text takes."""
 _LEAST_TOKENS = 2048
-"""A text may have so many, however little memory is free."""
+"""Tokens that a text may always have, however little memory is free."""
 
 
 class Trainers:

@@ -118,7 +118,7 @@ class GptqFormat(IntGroups):
 
     def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int, Tensor]:
         codes = _unpack(parts["codes"].T, self.bits)[:, : self.shape[1]]
-        # Added to whole words, as it was taken off them: a zero of 0 borrowed from the one beside it.
+        # On whole words, as it was subtracted: a zero of 0 borrowed from its neighbour.
         words = parts["zeros"] + self.zero_offset * _ones(self.bits)
         return codes, _unpack(words, self.bits)[:, : self.shape[0]].T, parts["scales"].T
 

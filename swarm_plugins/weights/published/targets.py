@@ -18,7 +18,7 @@ _MAX_STEPS = 1 << 12
 _MAX_NODES = 1 << 13
 _MAX_DEPTH = 40
 _KNOWN_STEPS = 8
-"""Steps that are known cost as much as one that has to be found."""
+"""So many known steps cost as much as finding a new one."""
 _MAX_TIMES = 16
 """Most copies of a part with ``{m,n}``."""
 # One character: escaped, of a set, or itself.
