@@ -50,6 +50,8 @@ _MAX_IDLE_CHANNELS = MOST_AT_ONCE
 """Open streams kept for each peer and rpc; more are closed after use."""
 _MAX_IDLE_PEERS = 256
 """Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
+_MAX_OFFERED = 256
+"""Adapters that a server offers of itself, and servers of which they are remembered."""
 _QUEUED = ("rpc_forward", "rpc_backward")
 """Requests that a server carries out one after another."""
 _OPEN = "open"
@@ -77,6 +79,8 @@ class Peers:
         self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
         self._uploaded: Recent[tuple[str, str], int] = Recent()
         """The number of the upload by which a peer got an adapter."""
+        self._offered: Recent[str, frozenset[str]] = Recent(_MAX_OFFERED)
+        """Digests of the adapters that a server's host has loaded."""
         self._num_uploads = 0
         self._uploads = SharedWork[tuple[str, str]]()
 
@@ -299,11 +303,17 @@ class Peers:
         numbers = []
         for adapter in adapters:
             key = (peer, adapter.digest)
+            if adapter.digest in self._offered.get(peer, ()):
+                self._uploaded.setdefault(key, 0)
             while (number := self._uploaded.get(key)) is None or number in lost:
                 await self._uploads.do(key, functools.partial(self._upload_exact, peer, adapter))
             self._uploaded.move_to_end(key)
             numbers.append(number)
         return numbers
+
+    def offers(self, peer: str, digests: Sequence[str]) -> None:
+        """Notes the adapters that a server's host has loaded: whoever has one of them need not upload it."""
+        self._offered[peer] = frozenset(digests[:_MAX_OFFERED])
 
     async def _upload_exact(self, peer: str, adapter: LoadedAdapter) -> None:
         # Uncompressed whatever the codec: the digest is of the exact bytes.

@@ -217,6 +217,7 @@ def check_server_info(info: ServerInfo) -> None:
         info.dtype,
         info.quantization,
         *info.adapters,
+        *info.adapter_digests,
         *info.codecs,
         *others,
     )
@@ -225,8 +226,8 @@ def check_server_info(info: ServerInfo) -> None:
         raise ProtocolError(f"server claims names that are empty, not printable or above {_MAX_NAME_CHARS} characters")
     if len(info.codecs) > _MAX_CODECS:
         raise ProtocolError(f"server claims {len(info.codecs)} codecs, the limit is {_MAX_CODECS}")
-    if len(info.adapters) > _MAX_ADAPTERS:
-        raise ProtocolError(f"server claims {len(info.adapters)} adapters, the limit is {_MAX_ADAPTERS}")
+    if (num_adapters := max(len(info.adapters), len(info.adapter_digests))) > _MAX_ADAPTERS:
+        raise ProtocolError(f"server claims {num_adapters} adapters, the limit is {_MAX_ADAPTERS}")
 
 
 def possible_round_trips(info: ServerInfo) -> dict[str, float]:

@@ -62,6 +62,8 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     """Share of the last seconds the compute thread was busy, 0 to 1."""
     adapters: tuple[str, ...] = ()
     """Preloaded published adapters."""
+    adapter_digests: tuple[str, ...] = ()
+    """Their digests on the whole span, in ``rpc_info`` alone: who has the same adapter need not upload it."""
     software: str = ""
     """Package version of the server."""
     experts: tuple[int, int] | None = None
@@ -114,6 +116,7 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
             also=(),
             # It moves where its own version needs it, and its adapters were made for that.
             adapters=(),
+            adapter_digests=(),
             mobility="pinned",
             target=None,
             leaving=None,

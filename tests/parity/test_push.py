@@ -12,7 +12,7 @@ import msgspec
 import push_kit
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from push_kit import (
     LIES,
     LONG_S,
@@ -39,6 +39,7 @@ from swarm_plugins.book import judging
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.routing import ServerEntry
+from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification import user_quarantine
 
@@ -226,6 +227,25 @@ def test_an_adapter_that_a_server_drops_between_steps_costs_an_upload_and_no_rep
         assert counts.round_trips["rpc_adapter"] == 3 + 1
         assert (counts.replays, counts.bans, counts.failures.total()) == (0, 0, 0)
         assert counts.round_trips["open session"] == 3
+
+
+def test_an_adapter_that_a_server_has_loaded_is_uploaded_only_once_it_is_gone(tiny_llama: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    local = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    local.save_pretrained(tmp_path)
+    want = decode(local)
+    with swarm_of(tiny_llama) as swarm:
+        for service in swarm.services.values():
+            service.adapters.publish(preload_adapter(str(tmp_path), service.runner._spans[0]))
+        tuned: Any = PeftModel.from_pretrained(remote(swarm), tmp_path)
+        assert decode(tuned).equal(want)
+        counts = swarm.connection.counts
+        assert counts.round_trips["rpc_adapter"] == 0
+        swarm.services[swarm.peers[2]].adapters.withdraw_all_but(())
+        assert decode(tuned).equal(want)
+        assert counts.round_trips["rpc_adapter"] == 1
+        assert (counts.replays, counts.bans, counts.failures.total()) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("lie", LIES)

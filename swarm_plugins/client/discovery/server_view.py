@@ -190,7 +190,8 @@ class ServerView(ABC):
         self._has_answers = True
         round_trips = possible_round_trips(info)
         # Without what no client reads of it, and which may be long.
-        known = msgspec.structs.replace(said, round_trips=tuple(round_trips.items()), adapters=())
+        self.peers.offers(peer, said.adapter_digests)
+        known = msgspec.structs.replace(said, round_trips=tuple(round_trips.items()), adapters=(), adapter_digests=())
         self.peers.book.observe(peer, Said(known))
         if info.state != "online":
             return False

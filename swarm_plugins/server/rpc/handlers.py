@@ -115,6 +115,8 @@ async def answer_info(service: Service | ExpertsService, request: InfoRequest | 
 
 def _present_info(service: Service | ExpertsService) -> ServerInfo:
     info = service.info()
+    if isinstance(service, Service):
+        info = msgspec.structs.replace(info, adapter_digests=service.adapters.published)
     # One that waits for other peers' experts answers in the end, and names those that are missing. Where nothing was
     # measured (blocks that run in a client's process, on whatever machine), nothing tells long work from a hang.
     if info.state != "online" or info.needs or not info.decode_s:

@@ -70,6 +70,11 @@ class AdapterStore:
         """Holds the host's own adapter until it is withdrawn, outside the budget."""
         self._held[None, adapter.digest] = _Held(adapter, adapter.num_bytes)
 
+    @property
+    def published(self) -> tuple[str, ...]:
+        """Digests of the host's own adapters."""
+        return tuple(digest for peer, digest in self._held if peer is None)
+
     def withdraw_all_but(self, digests: Collection[str]) -> None:
         """Drops the host's own adapters, except these and those in use."""
         for key in list(self._held):

@@ -225,6 +225,8 @@ def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
         {"dtype": "float32\nERROR all is lost"},
         {"adapters": ("a\x07",)},
         {"adapters": ("a",) * 1025},
+        {"adapter_digests": ("a",) * 1025},
+        {"adapter_digests": ("a" * 513,)},
         {"experts": (2, 2)},
         {"experts": (-1, 2)},
         {"experts": (0, 2**40)},
