@@ -26,7 +26,7 @@ class RunConfig(ReachableConfig):
 
     steps_per_round: int = 50
     """Local optimizer steps after which a peer closes a round (``H`` in DiLoCo). Slower peers then contribute what they
-    have, once they have made a quarter of their own steps."""
+    have, once they have made a quarter of their own steps or half of ``straggler_s`` is over."""
 
     outer_lr: float = 0.7
     """Learning rate of the outer step, with the mean of all updates as its gradient."""
