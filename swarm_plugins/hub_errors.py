@@ -37,7 +37,7 @@ WrongTypeError = StrictDataclassError
 
 _PASSING = {408, 412, 425, 429}
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may"
-_FOREIGN = (OSError, ValueError, RuntimeError, EntryNotFoundError, httpx2.HTTPError)
+_FOREIGN = (OSError, ValueError, RuntimeError, EntryNotFoundError, httpx2.HTTPError, httpx2.InvalidURL)
 
 
 @contextlib.contextmanager
@@ -109,6 +109,8 @@ def _translation(what: str, right: str, exc: Exception) -> HubError:
     if isinstance(exc, httpx2.HTTPError | ConnectionError | TimeoutError | LocalEntryNotFoundError):
         message = f"{what}: the Hub cannot be reached{_place(exc)} ({one_line(exc)}); check the network and try again"
         return HubError(message, kind="unreachable", is_passing=True)
+    if isinstance(exc, httpx2.InvalidURL):
+        return HubError(f"{what}: the Hub's address cannot be read ({one_line(exc)}); correct it, or HF_ENDPOINT")
     if isinstance(exc, json.JSONDecodeError):
         return HubError(f"{what}: the Hub's answer is not JSON ({one_line(exc)}); try again later", is_passing=True)
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:

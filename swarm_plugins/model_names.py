@@ -1,7 +1,8 @@
-"""Checks names of models and adapters before anything heavy is imported."""
+"""Checks names of models and adapters, and expands ``~``, before anything heavy is imported."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -12,9 +13,21 @@ _CONFIG_FILE = "config.json"
 _PLAIN_MODULE = re.compile(r"[\w.-]{1,200}", re.ASCII)
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Returns a path with the home directory in place of ``~`` or ``~USER``.
+
+    Raises:
+        ConfigError: If that user, or this one, has no home directory here.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as exc:
+        raise ConfigError(f"{str(path)!r} is in a home directory that is not known here: give the whole path") from exc
+
+
 def is_gguf_file(path: Path) -> bool:
     """Returns whether a path leads to a GGUF file."""
-    return path.suffix == ".gguf" and path.expanduser().is_file()
+    return path.suffix == ".gguf" and expanded(path).is_file()
 
 
 def check_model_name(name: str | Path) -> None:
@@ -23,7 +36,7 @@ def check_model_name(name: str | Path) -> None:
     Raises:
         ConfigError: If it is neither.
     """
-    text, path = str(name), Path(name).expanduser()
+    text, path = str(name), expanded(name)
     if not text:
         raise ConfigError("the name of the model is empty: give a directory or the id of a repository on the Hub")
     if path.is_dir():
@@ -62,7 +75,7 @@ def check_adapter_name(adapter: str) -> None:
     """
     repo = adapter.partition("@")[0]
     looks_local = repo.startswith((".", "/", "~")) or repo.endswith("/") or repo.count("/") > 1
-    if looks_local and not Path(adapter).expanduser().is_dir():
+    if looks_local and not expanded(adapter).is_dir():
         raise ConfigError(f"there is no directory {repo!r}: give the folder of an adapter, or USER/NAME on the Hub")
 
 
@@ -74,7 +87,7 @@ def check_draft_name(draft: str) -> None:
     """
     if draft == "lookup":
         return
-    if draft and "/" not in draft and not Path(draft).expanduser().exists():
+    if draft and "/" not in draft and not expanded(draft).exists():
         raise ConfigError(
             f"invalid --draft {draft!r}: expected lookup (drafts from the text), the directory of a small model, or "
             "its id on the Hub such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"

@@ -9,7 +9,7 @@ from swarm_plugins.errors import ConfigError
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {f"{_letter}": 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
@@ -21,7 +21,8 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(
-            f"invalid size {text!r}: expected a number, or one with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+            f"invalid size {text!r}: expected a number of up to 18 digits, "
+            "or one with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 

@@ -19,7 +19,7 @@ from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_l
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.adapter_settings import check_settings
 from swarm_plugins.hub.folder import WEIGHTS_FILE
-from swarm_plugins.model_names import check_adapter_name
+from swarm_plugins.model_names import check_adapter_name, expanded
 from swarm_plugins.noise import without_peft_deprecation
 from swarm_plugins.weights.adapter_patterns import replace_expressions
 
@@ -80,7 +80,7 @@ def load_adapter(
 
 
 def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
-    path = Path(repo).expanduser()
+    path = expanded(repo)
     if not isinstance(repo, Path) and not path.is_dir():
         check_adapter_name(repo)
         return fetch_adapter(repo, version, **hub)

@@ -21,6 +21,7 @@ from swarm_plugins.evaluation.tasks import is_task_file
 from swarm_plugins.hub import AdapterFacts, PushedVersion, PushTarget, PushWorker, RetryPlan
 from swarm_plugins.hub.folder import push_command
 from swarm_plugins.hub.names import check_repo_id
+from swarm_plugins.model_names import expanded
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Publishing:
         self.on = tuple(on)
         self.monitor = monitor
         self.mode = mode
-        self.folder = None if folder is None else Path(folder).expanduser()
+        self.folder = None if folder is None else expanded(folder)
         self.private = private
         self.tags = tuple(tags)
         self.dataset = dataset
@@ -257,7 +258,7 @@ class Publishing:
 
 
 def _absolute(task: str) -> str:
-    return str(Path(task).expanduser().absolute()) if is_task_file(task) else task
+    return str(expanded(task).absolute()) if is_task_file(task) else task
 
 
 def _hub_name(source: AdapterSource) -> str | None:

@@ -41,12 +41,13 @@ class TensorIndex(Mapping[str, TensorInfo]):
         self._num_tensors: Counter[str] = Counter()
         names = files.names()
         self._index_file = INDEX_FILE if INDEX_FILE in names else OWN_INDEX_FILE
-        if self._index_file in names:
-            self._file_of, self.total_bytes = _read_index(files, self._index_file)
-            self._num_tensors = Counter(self._file_of.values())
-        elif SINGLE_FILE in names:
+        # Of a single file and an index, left by two saves, transformers takes the file.
+        if SINGLE_FILE in names and OWN_INDEX_FILE not in names:
             self._file_of = dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
             self.total_bytes = sum(info.num_bytes for info in self._headers[SINGLE_FILE].values())
+        elif self._index_file in names:
+            self._file_of, self.total_bytes = _read_index(files, self._index_file)
+            self._num_tensors = Counter(self._file_of.values())
         else:
             raise CheckpointError(_no_weights(files.label, names))
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from swarm_plugins.checkpoint.files import Piece, read_pieces
-from swarm_plugins.errors import CheckpointError
+from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.kept_files import write_whole
+from swarm_plugins.model_names import expanded
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +24,19 @@ _SPARE_BYTES = 1 << 30
 
 
 def default_cache() -> Path:
-    """Returns this package's folder for downloads: ``SWARM_PLUGINS_CACHE``, or one in the user's cache."""
-    return Path(os.environ.get("SWARM_PLUGINS_CACHE", "~/.cache/swarm_plugins")).expanduser()
+    """Returns this package's folder for downloads: ``SWARM_PLUGINS_CACHE``, or one in the user's cache.
+
+    Users without a home directory, as in containers, get one for temporary files.
+
+    Raises:
+        ConfigError: If ``SWARM_PLUGINS_CACHE`` is in a home directory that is not known.
+    """
+    if (chosen := os.environ.get("SWARM_PLUGINS_CACHE")) is not None:
+        return expanded(chosen)
+    try:
+        return expanded("~/.cache/swarm_plugins")
+    except ConfigError:
+        return Path(tempfile.gettempdir(), f"swarm_plugins-{os.getuid()}")
 
 
 class RangeCache:

@@ -18,7 +18,7 @@ from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hub import HubFiles
 from swarm_plugins.checkpoint.index import TensorIndex
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
-from swarm_plugins.model_names import check_model_name, is_gguf_file
+from swarm_plugins.model_names import check_model_name, expanded, is_gguf_file
 from swarm_plugins.sizes import format_bytes
 from swarm_plugins.versions import ModelVersion
 
@@ -77,7 +77,7 @@ class Checkpoint:
         """
         name = str(name_or_dir)
         check_model_name(name)
-        directory = Path(name_or_dir).expanduser()
+        directory = expanded(name_or_dir)
         is_file = is_gguf_file(directory)
         if not directory.is_dir() and not is_file:
             found = HubFiles.resolve(name, revision=revision, token=token, cache_dir=cache_dir, endpoint=endpoint)

@@ -12,6 +12,7 @@ from swarm_plugins.cli.support.config_options import Given, options_of
 from swarm_plugins.cli.support.joining import JOINING, client_node, swarm_of
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.errors import ConfigError, printable
+from swarm_plugins.model_names import expanded
 from swarm_plugins.transport.config import NodeConfig
 
 _PROBE_TOKENS = 16
@@ -140,7 +141,7 @@ def _replay(evidence: Any, model: str) -> bool:
 
     about = ModelVersion.parse(evidence.model)
     # A repository's branch may have moved on since.
-    is_of_hub = not about.is_local and not Path(model).expanduser().exists()
+    is_of_hub = not about.is_local and not expanded(model).exists()
     checkpoint = Checkpoint.open(model, revision=about.revision if is_of_hub else None)
     if checkpoint.version != about:
         raise ConfigError(

@@ -15,6 +15,7 @@ from swarm_plugins.cli.support.joining import client_node, client_options, swarm
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import ConfigError, printable
 from swarm_plugins.evaluation.tasks import EvalSettings, is_task_file, read_task_file
+from swarm_plugins.model_names import expanded
 from swarm_plugins.noise import quiet_command, quiet_loading
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _check(repo: str, tasks: list[str], base: str | None, allow_code: bool) -> N
     from swarm_plugins.hub.names import check_repo_id
     from swarm_plugins.model_names import check_model_name
 
-    if Path(repo).expanduser().is_dir():
+    if expanded(repo).is_dir():
         raise ConfigError(f"{repo} is a directory, which has no versions: give the adapter's repository on the Hub")
     check_repo_id(repo)
     if base is not None:

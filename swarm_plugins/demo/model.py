@@ -20,6 +20,7 @@ from swarm_plugins.demo.text import demo_pieces
 from swarm_plugins.demo.upcycling import Variant, calibrate, mixtral_config, write_weights
 from swarm_plugins.demo.writing import make_once, new_folder
 from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.model_names import expanded
 from swarm_plugins.noise import quiet_loading
 
 VARIANTS = {one.name: one for one in (Variant(num_experts=4, neurons=1536), Variant(num_experts=8, neurons=1152))}
@@ -71,7 +72,7 @@ def demo_model(variant: Variant, folder: Path, *, seed: int = 0, source: Path | 
         CheckpointError: If the model cannot be written, or computes wrong outputs.
         MissingExtraError: If text or converter are not installed.
     """
-    target = folder.expanduser().absolute()
+    target = expanded(folder).absolute()
 
     def make() -> BuiltModel:
         with new_folder(target, needed_bytes=_NEEDED_BYTES, cure="choose another folder") as out:

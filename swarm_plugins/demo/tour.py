@@ -24,6 +24,7 @@ from swarm_plugins.demo.text import Pieces, demo_pieces
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.model_names import expanded
 from swarm_plugins.noise import quiet_loading
 from swarm_plugins.talk.turns import WordStreamer
 
@@ -80,7 +81,7 @@ class Tour:
         write: Callable[[str], Any],
     ) -> None:
         self.settings = settings
-        self.folder = folder.expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         self._tune_adapter = tune
         self._write = write
         self._started = 0.0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import errno
 import functools
 import importlib.metadata
 import math
 import os
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import lm_eval.utils
 import msgspec
+import numpy as np
 import torch
 from jinja2 import BaseLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
@@ -24,9 +27,18 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from swarm_plugins.errors import ConfigError, NumericError, SwarmError, one_line
+from swarm_plugins.errors import (
+    CapacityError,
+    ConfigError,
+    HubError,
+    NumericError,
+    SwarmError,
+    is_out_of_memory,
+    one_line,
+)
 from swarm_plugins.evaluation.tasks import EvalSettings, EvalTask, digest_of_files, is_task_file, read_task_file
 from swarm_plugins.hub.results import Score, TaskSetting
+from swarm_plugins.hub_errors import translated_hub_errors
 from swarm_plugins.noise import without_lm_eval_advice
 
 _BOOTSTRAPS = 1000
@@ -35,6 +47,7 @@ _PACKAGES = ("swarm_plugins", "lm_eval", "transformers", "peft", "torch")
 _NEAR = 5
 _NO_FORKS = "DISABLE_MULTIPROC"
 _GROUPS = ("tag", "group", "task_list")
+_BY_MODEL = "raised by the model, not by the task"
 
 
 def software() -> dict[str, str]:
@@ -79,24 +92,37 @@ class Tasks:
         entry = index[name]
         if entry.kind.name == "TAG":
             return [one for member in sorted(entry.tags) for one in self._read(member)]
-        few = (entry.cfg or {}).get("num_fewshot") or 0
-        return [EvalTask(name, digest_of_files(self._files(name, set())), few if isinstance(few, int) else 0)]
+        parts = list(self._parts(name))
+        few = sorted({number for _, number in parts if number is not None})
+        if len(few) > 1 and self.settings.num_fewshot is None:
+            raise ConfigError(
+                f"the tasks of {name} have different numbers of examples ({', '.join(map(str, few))}), its results "
+                "have one number: give num_fewshot for all of them, or the tasks instead of the group"
+            )
+        return [EvalTask(name, digest_of_files(file for file, _ in parts if file is not None), few[0] if few else 0)]
 
-    def _files(self, name: str, seen: set[str]) -> list[Path]:
-        """Returns the files of a task, or of all tasks of a group."""
-        entry = self._manager.task_index.get(name)
-        if entry is None or name in seen:
-            return []
-        seen.add(name)
-        members = [*sorted(entry.tags)] if entry.kind.name == "TAG" else []
-        if entry.kind.name == "GROUP":
-            given = (entry.cfg or {}).get("task")
-            listed = given if isinstance(given, list) else [given]
-            members += [
-                str(one.get("group") or one.get("task")) if isinstance(one, dict) else str(one) for one in listed
-            ]
-        own = [Path(entry.yaml_path)] if entry.yaml_path is not None else []
-        return [*own, *(file for member in members for file in self._files(member, seen))]
+    def _parts(self, item: Any, given: Any = None) -> Iterator[tuple[Path | None, int | None]]:
+        """Yields the files of a task or a group, and with each task's its number of examples.
+
+        Args:
+            item: A name, or what a group lists: a task or group with changes, or a group that has no name elsewhere.
+            given: The number that groups around it give to their tasks.
+        """
+        listed = item if isinstance(item, dict) else {"task": item}
+        entry = self._manager.task_index.get(str(listed.get("group") or listed.get("task")))
+        if entry is None:
+            file, config, members = None, listed, listed.get("task")
+        else:
+            file, config, given = entry.yaml_path, entry.cfg or {}, listed.get("num_fewshot", given)
+            members = sorted(entry.tags) if entry.kind.name == "TAG" else config.get("task")
+        # As in lm_eval, what stands around a task comes before what it says itself.
+        number = config.get("num_fewshot") if given is None else given
+        if not isinstance(members, list):
+            yield file, number if isinstance(number, int) else 0
+            return
+        yield file, None
+        for member in members:
+            yield from self._parts(member, number)
 
     def _check_metrics(self, task: EvalTask) -> None:
         unknown = [name for name in task.metrics if name not in metric_registry]
@@ -123,7 +149,9 @@ class Tasks:
         Raises:
             ConfigError: If the task cannot be run as its file says.
             NumericError: If a metric is not a number.
-            SwarmError: What the model raises.
+            CapacityError: If there is not enough memory.
+            HubError: If its data cannot be fetched, or the disk has no room for them.
+            Exception: What the model raises.
         """
         try:
             with _prepared(self.settings.allow_code):
@@ -131,6 +159,7 @@ class Tasks:
         except SwarmError:
             raise
         except Exception as exc:
+            _check_task_fault(task, exc)
             where = f" ({task.file})" if task.file is not None else ""
             raise ConfigError(
                 f"the task {task.name}{where} cannot be run: {one_line(exc, with_kind=True)}; correct it, or its data"
@@ -166,6 +195,8 @@ class Tasks:
             bootstrap_iters=_BOOTSTRAPS,
             log_samples=False,
             apply_chat_template=settings.chat_template,
+            # lm_eval's own default with a template.
+            fewshot_as_multiturn=settings.chat_template,
             confirm_run_unsafe_code=settings.allow_code,
         )
         return _read_report(self.setting(task), report)
@@ -173,11 +204,46 @@ class Tasks:
 
 def _as_lm(model: Any, tokenizer: Any, batch_size: int) -> HFLM:
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    for name in ("_model_call", "_model_generate"):
+        setattr(lm, name, _noting_faults()(getattr(lm, name)))
     if not sys.stderr.isatty():
         # lm_eval draws progress bars even into a pipe.
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(lm, name, functools.partial(getattr(lm, name), disable_tqdm=True))
     return lm
+
+
+@contextlib.contextmanager
+def _noting_faults() -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:
+        exc.add_note(_BY_MODEL)
+        raise
+
+
+def _check_task_fault(task: EvalTask, error: Exception) -> None:
+    """Raises what is not the task's fault, but the model's, or for lack of memory, disk or network."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    if (too_large := next(filter(is_out_of_memory, causes), None)) is not None:
+        raise CapacityError(
+            f"there is not enough memory to run the task {task.name} ({one_line(too_large)}): free some, or evaluate "
+            "on a machine that has more"
+        ) from error
+    if _BY_MODEL in getattr(error, "__notes__", ()):
+        raise error
+    for cause in causes:
+        try:
+            with translated_hub_errors(f"read the data of the task {task.name}"):
+                raise cause
+        except HubError as fault:
+            is_disk_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            if is_disk_full or fault.kind == "unreachable":
+                raise
+        except type(cause):
+            continue
 
 
 def _read_report(setting: TaskSetting, report: Any) -> list[Score]:
@@ -213,8 +279,12 @@ def _read_report(setting: TaskSetting, report: Any) -> list[Score]:
 
 @contextlib.contextmanager
 def _prepared(allow_code: bool) -> Iterator[None]:
-    """Keeps lm_eval from forking, printing to standard output, seeding the caller, and running templates' code."""
+    """Keeps lm_eval from forking, printing to standard output, seeding the caller, and running templates' code.
+
+    Random numbers are those of lm_eval's `simple_evaluate`; some tasks shuffle their choices by them.
+    """
     plain, forks = lm_eval.utils.env, os.environ.get(_NO_FORKS)
+    states = random.getstate(), np.random.get_state()
     # Its bootstrap would fork a process that has threads and connections.
     os.environ[_NO_FORKS] = "1"
     if not allow_code:
@@ -227,9 +297,13 @@ def _prepared(allow_code: bool) -> Iterator[None]:
             contextlib.redirect_stdout(sys.stderr),
             torch.random.fork_rng(devices=[]),
         ):
+            random.seed(0)
+            np.random.seed(_SEED)
             torch.manual_seed(_SEED)
             yield
     finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
         lm_eval.utils.env = plain
         if forks is None:
             os.environ.pop(_NO_FORKS, None)

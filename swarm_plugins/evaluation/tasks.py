@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.model_names import expanded
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_FILE_BYTES = 1 << 20
@@ -97,7 +98,7 @@ def read_task_file(name: str | Path, *, allow_code: bool = False) -> EvalTask:
         ConfigError: If it is not a task file, its data are missing or not named, or it would run code.
     """
     # What a link leads to is read and checked, and paths count from there, as lm_eval has it.
-    file = Path(name).expanduser().resolve()
+    file = expanded(name).resolve()
     reader = _Reader(allow_code)
     config = reader.read(file)
     task = config.get("task")

@@ -15,7 +15,7 @@ from swarm_plugins.hub.download import ANSWER_S, read_file, repo_refs
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, Manifest, PeftFacts
 from swarm_plugins.hub.names import check_repo_id, sorted_tags
-from swarm_plugins.hub.results import RESULTS_FILE, EvalRecord, parse_results
+from swarm_plugins.hub.results import RESULTS_FILE, EvalRecord, in_order, parse_results
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
@@ -89,12 +89,12 @@ def find_adapters(
         raise ConfigError(f"mode={mode!r} must be 'min' or 'max'")
     api = HfApi(endpoint=endpoint, token=token)
     if isinstance(base, ModelVersion):
-        wanted: str | None = base.revision if revision is None else revision
-        tag = base.hub_tag if base.is_local else f"base_model:adapter:{base.name}"
+        name, revision = base.name, revision or base.revision
+        tag = base.hub_tag if base.is_local else f"base_model:adapter:{name}"
     else:
-        check_repo_id(base)
-        wanted = revision if revision is None or _COMMIT.fullmatch(revision) else _resolved(api, base, revision)
-        tag = f"base_model:adapter:{base}"
+        name = check_repo_id(base)
+        tag = f"base_model:adapter:{name}"
+    wanted = revision if revision is None or _COMMIT.fullmatch(revision) else _resolved(api, name, revision)
     what = f"list adapters of {base}"
     with translated_hub_errors(what):
         # The Hub takes tasks for tags, too.
@@ -168,7 +168,7 @@ def _newest_if_open(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAd
 
 def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | None:
     refs = repo_refs(api, model.id)
-    tags: list[str | None] = [*sorted_tags(refs.tags)]
+    tags: list[str | None] = [*(sorted_tags(refs.tags) or reversed(in_order(refs.tags)))]
     if len(tags) > _MAX_TAGS:
         log.info("%s has %d versions; only the newest %d are looked at", model.id, len(tags), _MAX_TAGS)
     main = refs.branches.get("main")

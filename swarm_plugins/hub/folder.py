@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -22,12 +22,16 @@ ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE, CARD_FILE)
 # Of a whole model, as transformers writes it.
 _MODEL_CONFIG = "config.json"
 _MODEL_INDEX = "model.safetensors.index.json"
-_MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_MODEL_FILES = (
-    _MODEL_CONFIG, "generation_config.json", _MODEL_INDEX, "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
-    "spiece.model", "chat_template.jinja", CARD_FILE,
+_MODEL_WEIGHTS = re.compile(r"model(-\d{5,6}-of-\d{5,6})?\.safetensors")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
+_SETTINGS_FILES = (
+    *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+_LICENSES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _TARGET_FILE = "push.json"
 _MAX_SAME_NAME = 1000
 
@@ -93,19 +97,39 @@ def files_to_push(folder: Path) -> list[Path]:
     return [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
 
 
+def files_beside_weights(names: Iterable[str]) -> list[str]:
+    """Returns a model's files of the tokenizer, of settings and of the license."""
+    return [name for name in names if name in _SETTINGS_FILES or ("/" not in name and name.startswith(_LICENSES))]
+
+
+def outdated_files(there: Collection[str], pushed: Collection[str]) -> list[str]:
+    """Returns the files of an earlier version that readers would take for a part of the one that is pushed.
+
+    Tokenizers and settings stay: they may have been pushed alone. A model's repository has no adapter, which
+    transformers would load in its place.
+    """
+    kinds = {*ADAPTER_FILES}
+    if _MODEL_CONFIG in pushed:
+        kinds |= {_MODEL_INDEX, *filter(_MODEL_WEIGHTS.fullmatch, there)}
+    return sorted(kinds.intersection(there) - {CARD_FILE, *pushed})
+
+
 def _files_of_model(folder: Path) -> list[Path]:
-    weights = {path.name for path in folder.iterdir() if _MODEL_WEIGHTS.fullmatch(path.name)}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
     wanted = {"model.safetensors"}
     if (folder / _MODEL_INDEX).is_file():
         try:
             wanted = set(json.loads((folder / _MODEL_INDEX).read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as exc:
             raise CheckpointError(f"{folder / _MODEL_INDEX} cannot be understood ({one_line(exc)})") from exc
-    if weights != wanted:
-        name = min(wanted ^ weights)
+    # The names in the index may be a stranger's: nothing outside the folder is published, nor anything but weights.
+    weights = {name for name in names if name.endswith(".safetensors") and name in wanted}
+    if wrong := wanted ^ {*weights, *filter(_MODEL_WEIGHTS.fullmatch, names)}:
+        name = min(wrong, key=str)
         is_missing = "lacks" if name in wanted else "has, besides the model's weights,"
         raise CheckpointError(f"{folder} {is_missing} {name}: save the model once more with save_pretrained")
-    return [folder / name for name in (*_MODEL_FILES, *sorted(weights)) if (folder / name).is_file()]
+    others = [name for name in (_MODEL_CONFIG, _MODEL_INDEX, CARD_FILE) if name in names]
+    return [folder / name for name in (*others, *files_beside_weights(names), *sorted(weights))]
 
 
 def write_folder(folder: Path, write: Callable[[Path], object]) -> Path:

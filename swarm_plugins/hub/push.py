@@ -12,7 +12,7 @@ import logging
 import random
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,14 @@ from typing import BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import git_hash
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.card import card_of_folder
 from swarm_plugins.hub.download import Refs, read_file
-from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, PushTarget, files_to_push
+from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, PushTarget, files_to_push, outdated_files
 from swarm_plugins.hub.manifest import Manifest, PeftFacts
 from swarm_plugins.hub.names import next_tag
 from swarm_plugins.hub.results import RESULTS_FILE, parse_results
@@ -170,13 +172,16 @@ def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what
             progress.repo_id = api.create_repo(target.repo_id, private=target.private or None, exist_ok=True).repo_id
         repo_id = progress.repo_id
         if progress.commit is None:
-            progress.commit = _commit(api, folder, repo_id)
+            progress.commit = _commit(api, folder, repo_id, target.tag)
         tag = _tag(api, repo_id, progress.commit, target.tag)
     return PushedVersion(repo_id=repo_id, tag=tag, commit=progress.commit, folder=folder)
 
 
-def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
-    main = Refs.of(api.list_repo_refs(repo_id)).branches.get("main")
+def _commit(api: HfApi, folder: Path, repo_id: str, tag: str | None) -> str:
+    refs = Refs.of(api.list_repo_refs(repo_id))
+    main = refs.branches.get("main")
+    tree = () if main is None else api.list_repo_tree(repo_id, revision=main)
+    there = {one.path: one for one in tree if isinstance(one, RepoFile)}
     made = {CARD_FILE: _changed_card(api, folder, repo_id, main), CONFIG_FILE: _changed_config(folder)}
     changed = {name: text.encode() for name, text in made.items() if text is not None}
     with ExitStack() as stack, without_http_advice():
@@ -187,9 +192,35 @@ def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
             if path.name not in changed
         ]
         additions += [CommitOperationAdd(name, io.BytesIO(content)) for name, content in changed.items()]
+        outdated = outdated_files(there, [one.path_in_repo for one in additions])
+        if tag in refs.tags and (
+            refs.tags[tag] != main or outdated or not all(_is_there(one, there) for one in additions)
+        ):
+            # Before the commit: main is to stay as it is.
+            raise _taken(repo_id, tag, refs.tags[tag])
         # With the parent given, the Hub refuses if another commit came in between.
-        info = api.create_commit(repo_id, additions, commit_message=f"Publish {folder.name}", parent_commit=main)
+        info = api.create_commit(
+            repo_id,
+            [*additions, *map(CommitOperationDelete, outdated)],
+            commit_message=f"Publish {folder.name}",
+            parent_commit=main,
+        )
     return str(info.oid)
+
+
+def _is_there(addition: CommitOperationAdd, there: Mapping[str, RepoFile]) -> bool:
+    """Returns whether a file is in the repository already."""
+    found = there.get(addition.path_in_repo)
+    if found is None:
+        return False
+    if found.lfs is not None:
+        return bool(found.lfs.sha256 == addition.upload_info.sha256.hex())
+    with addition.as_file() as stream:
+        return bool(found.blob_id == git_hash(stream.read()))
+
+
+def _taken(repo_id: str, tag: str, commit: str) -> HubError:
+    return HubError(f"push to {repo_id}: the tag {tag!r} is taken by commit {commit[:12]}; choose another one")
 
 
 def _changed_card(api: HfApi, folder: Path, repo_id: str, main: str | None) -> str | None:
@@ -249,9 +280,7 @@ def _tag(api: HfApi, repo_id: str, commit: str, wanted: str | None) -> str:
             if exc.kind != "conflict":
                 raise
             if wanted is not None and wanted in tags:
-                raise HubError(
-                    f"push to {repo_id}: the tag {wanted!r} is taken by commit {tags[wanted][:12]}; choose another one"
-                ) from exc
+                raise _taken(repo_id, wanted, tags[wanted]) from exc
         else:
             return tag
     raise HubError(f"push to {repo_id}: {_TAG_ATTEMPTS} tags in a row were taken meanwhile; try again", is_passing=True)

@@ -179,7 +179,7 @@ def in_order(tags: Iterable[str]) -> list[str]:
 
     def place(tag: str) -> list[tuple[bool, int, str]]:
         parts = filter(None, re.split(r"(\d{1,18})", tag))
-        return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
     return sorted(tags, key=place)
 

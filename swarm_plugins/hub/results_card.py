@@ -29,22 +29,25 @@ def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url:
     Raises:
         CheckpointError: If the card's metadata cannot be understood.
     """
+    source = f"{url.rstrip('/')}/{repo_id}/blob/main/{RESULTS_FILE}"
     try:
         _check_metadata(card)
         found = ModelCard(card)
         data: Any = found.data  # of a card's own class
+        if not isinstance(data.pipeline_tag, str | None):
+            raise ValueError(f"pipeline_tag is {data.pipeline_tag!r}, not a text")
         others = [one for one in data.eval_results or () if one.source_name != _SOURCE]
-    except (ValueError, TypeError, yaml.YAMLError) as exc:
+        results = [*others, *_index(records, data.pipeline_tag or "text-generation", source)]
+        data.eval_results = results or None
+        data.model_name = (data.model_name or repo_id.split("/")[-1]) if results else None
+        metadata = data.to_yaml()
+    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as exc:
         raise CheckpointError(
             f"the card (README.md) of {repo_id} cannot be understood ({one_line(exc)}); correct its metadata"
         ) from exc
-    source = f"{url.rstrip('/')}/{repo_id}/blob/main/{RESULTS_FILE}"
-    results = [*others, *_index(records, data.pipeline_tag or "text-generation", source)]
-    data.eval_results = results or None
-    data.model_name = (data.model_name or repo_id.split("/")[-1]) if results else None
     body = _without_section(found.text).rstrip("\n")
     section = f"\n\n{_section(records)}" if records else ""
-    return f"---\n{data.to_yaml()}\n---\n{body}{section}\n"
+    return f"---\n{metadata}\n---\n{body}{section}\n"
 
 
 def _check_metadata(card: str) -> None:

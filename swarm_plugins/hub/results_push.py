@@ -57,7 +57,7 @@ class ResultsRepository:
 
         Raises:
             HubError: If the Hub does not have the repository or cannot be reached.
-            CheckpointError: If the results cannot be understood.
+            CheckpointError: If results or card cannot be understood.
         """
         what = f"read the results of {self.repo_id}"
         commit = repo_refs(self._api, self.repo_id, what).branches.get("main")
@@ -69,7 +69,9 @@ class ResultsRepository:
         except UnicodeDecodeError as exc:
             raise CheckpointError(f"the card (README.md) of {self.repo_id} is not UTF-8 text; correct it") from exc
         records = parse_results(content or b"", f"{RESULTS_FILE} of {self.repo_id}")
-        return PublishedResults(commit, records, text or f"# {self.repo_id.split('/')[-1]}\n")
+        published = PublishedResults(commit, records, text or f"# {self.repo_id.split('/')[-1]}\n")
+        self._card(published, records)  # a card that cannot take results shows before they are measured
+        return published
 
     def files(self, published: PublishedResults, records: Sequence[EvalRecord], draw: Draw) -> dict[str, bytes]:
         """Returns results, card and plot of the published records and new ones, by file name.
@@ -79,8 +81,11 @@ class ResultsRepository:
             MissingExtraError: If matplotlib is not installed.
         """
         together = merged(published.records, records)
-        card = with_results(published.card, together, repo_id=self.repo_id, url=self._api.endpoint)
+        card = self._card(published, together)
         return {RESULTS_FILE: format_results(together), CARD_FILE: card.encode(), PLOT_FILE: draw(together)}
+
+    def _card(self, published: PublishedResults, records: Sequence[EvalRecord]) -> str:
+        return with_results(published.card, records, repo_id=self.repo_id, url=self._api.endpoint)
 
     def push(self, records: Sequence[EvalRecord], draw: Draw) -> str | None:
         """Adds records to the main branch, each once, and returns the commit; None if there was nothing to add.

@@ -11,6 +11,7 @@ from swarm_plugins.hub.card import student_card_text
 from swarm_plugins.hub.folder import CARD_FILE, PushTarget
 from swarm_plugins.hub.names import check_repo_id
 from swarm_plugins.hub_errors import repo_id_fault
+from swarm_plugins.model_names import expanded
 
 
 def save_student(
@@ -45,7 +46,7 @@ def save_student(
             f"config.distillation of {type(model).__name__} is {record!r}: its card could not name a teacher; make the "
             "model with make_student, or train it with StagedDistillation"
         )
-    place = Path(folder).expanduser()
+    place = expanded(folder)
     name = place.absolute().name if repo_id is None else check_repo_id(repo_id)
     model.save_pretrained(place, state_dict=state_dict)
     if tokenizer is not None:

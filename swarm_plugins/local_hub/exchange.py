@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from swarm_plugins.errors import one_line, printable
 from swarm_plugins.local_hub.repositories import Commit, Repo
 from swarm_plugins.local_hub.state import HubRequest, HubState
 
@@ -27,7 +28,9 @@ class Refusal(Exception):  # an answer, not a fault of the Hub
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
+        # May quote a request or a file; headers are one line of Latin-1.
+        header = printable(message).encode("latin-1", "replace").decode("latin-1")
+        self.headers = {"X-Error-Message": header, **({"X-Error-Code": code} if code else {}), **(headers or {})}
 
 
 def unknown_revision(revision: object) -> Refusal:
@@ -67,6 +70,7 @@ class Exchange(BaseHTTPRequestHandler):
     query: Mapping[str, list[str]]
     user: str | None
     content: bytes
+    is_answered: bool
 
     def setup(self) -> None:
         super().setup()
@@ -97,13 +101,21 @@ class Exchange(BaseHTTPRequestHandler):
         if content is None:
             self.close_connection = True
             return
-        self.content = content
+        self.content, self.is_answered = content, False
         try:
             if chosen is None:
                 raise Refusal(HTTPStatus.NOT_FOUND, f"no such route: {self.command} {url.path}")
             self._answer(chosen, authorization, fault)
         except Refusal as refusal:
-            self.json({"error": str(refusal)}, refusal.status, refusal.headers)
+            self._refuse(refusal)
+        except Exception as exc:
+            # Of whatever a repository holds: it must not keep clients from all others.
+            if self.is_answered:
+                raise
+            self._refuse(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, one_line(exc, with_kind=True)))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self.json({"error": str(refusal)}, refusal.status, refusal.headers)
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
@@ -183,6 +195,7 @@ class Exchange(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def start(self, status: HTTPStatus, headers: Mapping[str, str], num_bytes: int) -> None:
+        self.is_answered = True
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

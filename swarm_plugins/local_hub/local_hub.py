@@ -36,7 +36,7 @@ _CLOSE_S = 5.0
 class LocalHub(HubState):
     """A server on the loopback interface; runs from ``start`` to ``close``, or in ``with``.
 
-    ``requests`` lists what was asked; ``faults`` breaks what comes next.
+    ``requests`` lists what was asked, the last 10,000; ``faults`` breaks what comes next.
 
     Args:
         root: Folder that keeps what is pushed. None: in memory.

@@ -19,6 +19,8 @@ from swarm_plugins.local_hub.repositories import Blob, Commit, Repo, is_large
 _CHUNK_BYTES = 64 << 10
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _MAX_LISTED = 1000
+UNREADABLE_CARD = (ValueError, TypeError, RecursionError, YAMLError)
+"""Raised for metadata of a card, such as keys that are numbers, or deep nesting."""
 
 
 def _list_models(exchange: Exchange) -> None:
@@ -65,8 +67,8 @@ def _tags(card: Mapping[str, Any]) -> list[str]:
     own = card.get("tags")
     tags = [str(tag) for tag in own] if isinstance(own, list) else []
     tags += [str(card[key]) for key in ("library_name", "pipeline_tag") if card.get(key)]
-    bases = card.get("base_model") or []
-    for base in [bases] if isinstance(bases, str) else bases:
+    bases = card.get("base_model")
+    for base in bases if isinstance(bases, list) else filter(None, [bases]):
         tags.append(f"base_model:{base}")
         if card.get("base_model_relation"):
             tags.append(f"base_model:{card['base_model_relation']}:{base}")
@@ -83,7 +85,7 @@ def _card(blob: Blob | None) -> dict[str, Any]:
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
         card = RepoCard(content.decode(errors="replace"), ignore_metadata_errors=True)
-    except (ValueError, YAMLError):
+    except UNREADABLE_CARD:
         return {}
     return dict(card.data.to_dict())  # type: ignore[no-untyped-call]
 
@@ -106,8 +108,16 @@ def _model_info(exchange: Exchange) -> None:
 
 def _tree(exchange: Exchange) -> None:
     folder = f"{exchange.parts['path']}/" if exchange.parts.get("path") else ""
-    files = sorted(exchange.commit.files.items())
-    exchange.json([_entry(path, blob) for path, blob in files if path.startswith(folder)])
+    files = [(path, blob) for path, blob in sorted(exchange.commit.files.items()) if path.startswith(folder)]
+    if folder and not files:
+        raise Refusal(HTTPStatus.NOT_FOUND, f"{folder} does not exist", code="EntryNotFound")
+    names = [path.removeprefix(folder).split("/") for path, _ in files]
+    folders = sorted({folder + "/".join(parts[:end]) for parts in names for end in range(1, len(parts))})
+    found: list[dict[str, Any]] = [{"type": "directory", "oid": "", "path": path} for path in folders]
+    found += [_entry(path, blob) for path, blob in files]
+    if exchange.query.get("recursive", ["false"])[0].lower() not in ("true", "1"):
+        found = [one for one in found if "/" not in one["path"].removeprefix(folder)]
+    exchange.json(found)
 
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from swarm_plugins.local_hub.repositories import HubStore
 
 _ANY_USER = "user"
+_MAX_REQUESTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class HubState:
     def record(self, request: HubRequest) -> None:
         with self._lock:
             self.requests.append(request)
+            del self.requests[:-_MAX_REQUESTS]
 
     def count(self, repo_id: str, path: str, num_bytes: int) -> None:
         """Counts bytes of a file that were sent."""

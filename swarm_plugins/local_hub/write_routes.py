@@ -15,9 +15,9 @@ from http import HTTPStatus
 from typing import Any
 
 from huggingface_hub import RepoCard
-from yaml import YAMLError
 
 from swarm_plugins.local_hub.exchange import Exchange, Refusal, Route, unknown_revision
+from swarm_plugins.local_hub.read_routes import UNREADABLE_CARD
 from swarm_plugins.local_hub.repositories import Blob, HubConflictError, HubStore, Repo, is_large
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -58,7 +58,7 @@ def _validate_yaml(exchange: Exchange) -> None:
     content = str(exchange.json_body().get("content", ""))
     try:
         RepoCard(content, ignore_metadata_errors=False)
-    except (ValueError, YAMLError) as exc:
+    except UNREADABLE_CARD as exc:
         exchange.json({"errors": [{"message": str(exc)}], "warnings": []}, HTTPStatus.BAD_REQUEST)
     else:
         exchange.json({"errors": [], "warnings": []})

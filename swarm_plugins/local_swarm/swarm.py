@@ -16,6 +16,7 @@ from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.local_swarm.lines import Lines, Ports
 from swarm_plugins.local_swarm.ports import HeldPorts
 from swarm_plugins.local_swarm.server import LocalServer
+from swarm_plugins.model_names import expanded
 from swarm_plugins.server.config import ServeConfig
 
 _CHOSEN = {
@@ -80,7 +81,7 @@ class LocalSwarm:
         unknown = sorted(set(serve_options) - set(_OPTIONS))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r} of a local swarm; known: {', '.join(_OPTIONS)}")
-        self.model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else str(model)
+        self.model = str(expanded(model).resolve()) if expanded(model).exists() else str(model)
         parts = [f"{index}/{num_servers}" for index in range(1, num_servers + 1)]
         self._blocks = [f"{start}:{end}" for start, end in spans] if spans is not None else parts
         if num_blocks is not None and spans is not None:
@@ -231,7 +232,7 @@ class LocalSwarm:
         program: Sequence[str] = _SWARM,
     ) -> LocalServer:
         """Starts ``swarm serve``, or the same command of another program."""
-        name = self.model if model is None else str(Path(model).expanduser().resolve())
+        name = self.model if model is None else str(expanded(model).resolve())
         span = index // self._replicas
         by_number = self._num_blocks is not None
         chosen = ["--num-blocks", str(self._num_blocks)] if by_number else ["--blocks", self._blocks[span]]

@@ -11,7 +11,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import PeftFacts
-from swarm_plugins.model_names import check_adapter_name, is_gguf_file
+from swarm_plugins.model_names import check_adapter_name, expanded, is_gguf_file
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def find_adapter(name: str | Path) -> AdapterFolder:
         HubError: If the Hub does not have it or cannot be reached.
         CheckpointError: If it is not an adapter in safetensors format.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if folder.is_dir():
         return open_adapter(folder)
     check_adapter_name(str(name))
@@ -76,7 +76,7 @@ def _named(adapter: AdapterFolder) -> tuple[str, str | None]:
     places = [path or "", adapter.base_name or ""]
     if wanted is not None:
         places.append(str(LocalCopies().find(wanted.name, wanted.revision) or ""))
-    found = next((place for place in places if place and _is_here(Path(place).expanduser())), None)
+    found = next((place for place in places if place and _is_here(place)), None)
     if found is not None:
         return found, None
     if wanted is None and path:
@@ -87,13 +87,17 @@ def _named(adapter: AdapterFolder) -> tuple[str, str | None]:
     )
 
 
-def _is_here(path: Path) -> bool:
+def _is_here(name: str) -> bool:
+    try:
+        path = expanded(name)
+    except ConfigError:  # an adapter may name a home directory of the machine that trained it
+        return False
     return path.is_dir() or is_gguf_file(path)
 
 
 def _split(base: str, wanted: ModelVersion | None) -> tuple[str, str | None]:
     """Returns directory or repository, and revision; of a repository without one, the commit that is wanted."""
-    if _is_here(Path(base).expanduser()):
+    if _is_here(base):
         return base, None
     name, _, revision = base.partition("@")
     known = wanted.revision if wanted is not None and not wanted.is_local else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,12 @@ from swarm_plugins.checkpoint.files import check_inside
 from swarm_plugins.checkpoint.headers import dtype_name
 from swarm_plugins.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from swarm_plugins.errors import CheckpointError, one_line
+from swarm_plugins.hub.folder import files_beside_weights
 from swarm_plugins.merging.base import Planned
 from swarm_plugins.merging.merged import MergedModel
 from swarm_plugins.merging.places import new_place
 
 _CONFIG_FILE = "config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
-_COPIED_NAMES = (*TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json")
-_COPIED_STARTS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _ALIGNMENT = 8
 
 
@@ -59,15 +53,10 @@ def write_folder(model: MergedModel, out: Path, dtype: torch.dtype | None) -> No
             weight_map = {name: file for file, tensors in files.items() for name in tensors}
             _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(folder / _CONFIG_FILE, config)
-        for name in copied_files(model.checkpoint.file_names()):
+        for name in files_beside_weights(model.checkpoint.file_names()):
             source = model.checkpoint.file_path(name)
             check_inside(source, source.parent.resolve())
             shutil.copyfile(source, folder / name)
-
-
-def copied_files(names: Sequence[str]) -> list[str]:
-    """Returns the files of a base that belong to a model made of it as they are."""
-    return [name for name in names if name in _COPIED_NAMES or ("/" not in name and name.startswith(_COPIED_STARTS))]
 
 
 def _write_shard(model: MergedModel, path: Path, tensors: Mapping[str, Planned]) -> None:

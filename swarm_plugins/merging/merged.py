@@ -47,7 +47,7 @@ class MergedModel:
     """
 
     tensors: Mapping[str, Planned]
-    """What can be read, file by file as the base has them."""
+    """What can be read, in the base's order, but the tensors of a group one after the other."""
     is_untied: bool
     """Whether input and output embeddings, which the base shares, differ now."""
 
@@ -69,7 +69,7 @@ class MergedModel:
         }
         self._check_groups()
         self.is_untied, extra = self._untied()
-        self.tensors = _with_extra(self._base.tensors, extra)
+        self.tensors = self._by_group(_with_extra(self._base.tensors, extra))
         self._read: tuple[_Group, dict[str, Tensor]] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -126,6 +126,12 @@ class MergedModel:
             self._try_conversion(target, sources) if target in converted else _Group(sources, (target,))
             for target, sources in known.items()
         ]
+
+    def _by_group(self, tensors: Mapping[str, Planned]) -> dict[str, Planned]:
+        """Puts the tensors of a group where the first is: a file may have those of several groups in turn."""
+        places = {name: place for place, name in enumerate(tensors)}
+        firsts = {source: one.sources[0] for one in self._groups for source in one.sources}
+        return dict(sorted(tensors.items(), key=lambda one: places[firsts.get(one[0], one[0])]))
 
     def _try_conversion(self, target: str, sources: tuple[str, ...]) -> _Group:
         """Returns a group after turning it into parameters and back, without values."""

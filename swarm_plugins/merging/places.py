@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.model_names import expanded
 from swarm_plugins.sizes import format_bytes
 
 _GGUF_SUFFIX = ".gguf"
@@ -54,7 +55,7 @@ def check_place(out: str | Path, *, is_gguf: bool) -> Path:
     Raises:
         ConfigError: If something is there, or a folder is named like a file or the other way round.
     """
-    place = Path(out).expanduser()
+    place = expanded(out)
     check_free(place)
     if (place.suffix == _GGUF_SUFFIX) != is_gguf:
         raise ConfigError(

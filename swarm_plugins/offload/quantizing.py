@@ -20,6 +20,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece, check_inside, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
+from swarm_plugins.model_names import expanded
 from swarm_plugins.offload.formats.experts import QuantizedFormat, turn, turned
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
@@ -92,7 +93,7 @@ def quantize_checkpoint(
     """
     check_width("expert_bits", expert_bits)
     check_width("other_bits", other_bits)
-    target = Path(out).expanduser().absolute()
+    target = expanded(out).absolute()
     with work_directory(target) as work:
         moe = MoeCheckpoint.open(name_or_dir, revision=revision)
         if moe.quantized is not None:

@@ -13,6 +13,7 @@ from peft import PeftModel, PeftType
 from torch import Tensor, nn
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
+from swarm_plugins.model_names import expanded
 from swarm_plugins.recipes.adapter import adapter_config, put_on, save_adapter
 from swarm_plugins.recipes.packing import NO_LOSS
 
@@ -57,7 +58,7 @@ class LanguageTuner(pl.LightningModule):
         """Folder for what was trained. None for trial runs, too, so that the name is left for the real one."""
         if self.output is None or self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of its connectors
             return None
-        return Path(self.output).expanduser().absolute()
+        return expanded(self.output).absolute()
 
     def forward(self, **batch: Tensor) -> Any:
         """Returns HF's model output, with the loss if there are labels."""

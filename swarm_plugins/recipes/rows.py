@@ -11,6 +11,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from swarm_plugins.errors import ConfigError, naming_extras, one_line
+from swarm_plugins.model_names import expanded
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 _ERAS = ((1850, "before 1850"), (1910, "1850 to 1909"), (1970, "1910 to 1969"), (10_000, "1970 and later"))
@@ -167,7 +168,7 @@ def _load(dataset: str, options: Mapping[str, Any], first: int | None) -> Datase
 
 def _expanded(dataset: str) -> str:
     """Returns a path without ``~``; ids and addresses as they are."""
-    return str(Path(dataset).expanduser()) if dataset.startswith("~") else dataset
+    return str(expanded(dataset)) if dataset.startswith("~") else dataset
 
 
 def _stream(dataset: str, options: dict[str, Any], first: int) -> Iterator[Any]:

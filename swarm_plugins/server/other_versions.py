@@ -6,11 +6,11 @@ import asyncio
 import functools
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.unchanged import unchanged_blocks
 from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.model_names import expanded
 from swarm_plugins.server.background import in_thread
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.service import ExpertsService, Service
@@ -96,7 +96,7 @@ class OtherVersions:
 
     def _opened(self, name: str) -> Checkpoint:
         repo, sign, revision = name.rpartition("@")
-        if Path(name).expanduser().is_dir():
+        if expanded(name).is_dir():
             return Checkpoint.open(name)
         if name.startswith(("/", ".", "~")):  # no branch, nor a repository
             raise ConfigError(f"also_versions names {name!r}, a directory that does not exist: give another version")

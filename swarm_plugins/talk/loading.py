@@ -13,6 +13,7 @@ from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.model_names import expanded
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.speculation.speculation import LOOKUP
@@ -119,7 +120,7 @@ def load_draft(draft: str) -> PreTrainedModel | str:
 
 def split_tag(adapter: str) -> tuple[str | Path, str]:
     """Returns folder or repository, and version, of ``DIR|REPO[@TAG]``; raises ConfigError if one is empty."""
-    folder = Path(adapter).expanduser()
+    folder = expanded(adapter)
     if folder.is_dir():
         return folder, "latest"
     repo, at, tag = adapter.partition("@")

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, one_line
-from swarm_plugins.model_names import is_gguf_file
+from swarm_plugins.model_names import expanded, is_gguf_file
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.talk.sampling import default_sampling
 
@@ -30,7 +30,7 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
         ConfigError: If the model does not exist, or its tokenizer is missing or cannot be loaded.
         CheckpointError: If the directory or repository holds something else.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     where = {"gguf_file": path.name} if is_gguf_file(path) else {"revision": revision}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -48,7 +48,7 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
 
 def _has_tokenizer(name: str) -> bool:
     """Returns whether a directory has files of a tokenizer, faulty or not; for other names, True."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     return not path.is_dir() or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 

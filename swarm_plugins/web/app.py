@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_plugins import __version__
 from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.model_names import expanded
 from swarm_plugins.talk.loading import split_tag
 from swarm_plugins.web.access import Access
 from swarm_plugins.web.engine.engine import Engine
@@ -112,7 +113,7 @@ def create_app(
 def _name_of(model: PreTrainedModel) -> str:
     """Returns what the model was loaded by: of a directory or file, its last part."""
     name = str(model.config.name_or_path or type(model).__name__)
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if folder.is_dir():
         return folder.resolve().name
     return folder.name if folder.is_file() else name

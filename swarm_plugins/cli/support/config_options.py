@@ -93,10 +93,8 @@ def parsed(config: type, given: Given) -> dict[str, Any]:
 
 def pair(text: str, sign: str) -> tuple[int, int] | None:
     """Returns two whole numbers around a sign; None if the text is something else."""
-    first, found, second = text.partition(sign)
-    if found and first.strip().isdecimal() and second.strip().isdecimal():
-        return int(first), int(second)
-    return None
+    found = re.fullmatch(rf"\s*(\d{{1,18}})\s*{sign}\s*(\d{{1,18}})\s*", text)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _parameter(field: Field, hint: Any, doc: str, panel: str | None) -> inspect.Parameter:

@@ -21,6 +21,8 @@ _ENDS = (".weight", ".bias")
 _WIDE_ENDS = ("_norm.weight", "ffn_gate_inp.weight")
 """What llama.cpp reads in 32 bits only, as everything with one dimension."""
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
+_COMPUTED_END = ".rotary_emb.inv_freq"
+"""What old checkpoints of Llama store and llama.cpp computes; it refuses a file that has it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def plan_tensors(
     found: dict[str, dict[int, str]] = {}
     shapes = {}
     for name, planned in tensors:
+        if name.endswith(_COMPUTED_END):
+            continue
         match = _EXPERT.fullmatch(name)
         target = named(f"{match[1]}.{match[3]}" if match else name)
         if target is None:

@@ -10,19 +10,24 @@ from transformers import AutoTokenizer
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, SwarmError, UnsupportedError, one_line
-from swarm_plugins.merging.folder import TOKENIZER_FILES
+from swarm_plugins.hub.folder import TOKENIZER_FILES
 from swarm_plugins.merging.llama_cpp.library import gguf_py
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BYTES = "ByteLevel"
+_BYTES_ALONE = "ByteLevel with use_regex=False"
 _SPLITS: Mapping[tuple[str, ...], str] = {
     (_BYTES,): "gpt-2",
     ("Digits", _BYTES): "smollm",
-    (rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", _BYTES): "llama-bpe",
-    (rf"{_WORDS}|\p{{N}}|{_REST}", _BYTES): "qwen2",
+    (rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", _BYTES_ALONE): "llama-bpe",
+    (rf"{_WORDS}|\p{{N}}|{_REST}", _BYTES_ALONE): "qwen2",
 }
 """How text is cut before it is merged, in the words of tokenizer.json and of llama.cpp."""
+_USUAL = {
+    "add_prefix_space": False, "behavior": "Isolated", "individual_digits": True, "invert": False, "use_regex": True,
+}  # fmt: skip
+"""Settings of steps; others cut in another way."""
 _SPACE = "\u2581"
 
 
@@ -130,15 +135,23 @@ def _read(found: Mapping[str, Any], name: str, num_rows: int) -> _Vocabulary:
 
 
 def _split(found: Mapping[str, Any], name: str) -> str:
-    before = found.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers", [before])
-    words = tuple(step.get("pattern", {}).get("Regex") or str(step.get("type")) for step in steps)
-    if words not in _SPLITS or any(step.get("individual_digits") is False for step in steps):
+    normal, before = found.get("normalizer") or {}, found.get("pre_tokenizer") or {}
+    # Not NFC, which llama.cpp leaves out: nearly all text is in this form.
+    changes = [_word(step) for step in normal.get("normalizers", [normal]) if step and step["type"] != "NFC"]
+    words = tuple(_word(step) for step in before.get("pretokenizers", [before]))
+    if changes or words not in _SPLITS:
+        what = f"changes text by {' and '.join(changes)}" if changes else f"cuts text by {' and '.join(words)}"
         raise UnsupportedError(
-            f"the tokenizer of {name} cuts text by {' and '.join(words)[:300]}, which is not among the ways that are "
-            "written as GGUF: merge into a folder, and convert it with llama.cpp's convert_hf_to_gguf.py"
+            f"the tokenizer of {name} {what[:300]}, which is not among the ways that are written as GGUF: merge into a "
+            "folder, and convert it with llama.cpp's convert_hf_to_gguf.py"
         )
     return _SPLITS[words]
+
+
+def _word(step: Mapping[str, Any]) -> str:
+    word = step.get("pattern", {}).get("Regex") or str(step.get("type"))
+    unusual = [f"{key}={step[key]}" for key, usual in _USUAL.items() if step.get(key, usual) != usual]
+    return f"{word} with {', '.join(unusual)}" if unusual else word
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:

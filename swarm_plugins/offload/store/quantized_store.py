@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import CheckpointError
+from swarm_plugins.model_names import expanded
 from swarm_plugins.offload.formats.experts import PlainFormat, QuantizedFormat, are_finite
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey, FileRange
 from swarm_plugins.offload.store.checkpoint_store import FetchedFiles
@@ -209,7 +210,7 @@ def _mismatch(found: str, expected: str) -> CheckpointError:
 
 def is_quantized_store(name_or_dir: str | Path) -> bool:
     """Returns whether a directory is a quantized store."""
-    return (Path(name_or_dir).expanduser() / MANIFEST_FILE).is_file()
+    return (expanded(name_or_dir) / MANIFEST_FILE).is_file()
 
 
 def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) -> QuantizedStore | None:

@@ -24,6 +24,7 @@ from swarm_plugins.blocks.span import Span
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.hub import fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
+from swarm_plugins.model_names import expanded
 from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.weights.published.targets import Target
 
@@ -93,7 +94,7 @@ class _Place:
 
 
 def _folder(name: str) -> Path:
-    directory = Path(name).expanduser()
+    directory = expanded(name)
     if directory.is_dir():
         return open_adapter(directory, label=f"adapter {name}").folder
     repo, _, tag = name.partition("@")

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def test_the_tensors_asked_for_are_all_that_is_downloaded(
     # Neighbors closer than a few KB are fetched along.
     assert needed <= shard_bytes(hub, directory) <= needed + len(files) * (HEADER_BYTES + ranges._GAP_BYTES)
     assert all(hub.bytes_served(REPO, p.name) == 0 for p in directory.glob("*.safetensors") if p.name not in files)
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("SWARM_PLUGINS_CACHE", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert range_cache.default_cache() == Path(tempfile.gettempdir(), f"swarm_plugins-{os.getuid()}")
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", "~/cache")
+    with pytest.raises(ConfigError, match=r"^'~/cache' is in a home directory that is not known here"):
+        range_cache.default_cache()
 
 
 def test_nothing_is_downloaded_twice(hub: LocalHub, sharded: Path, cache: Path) -> None:

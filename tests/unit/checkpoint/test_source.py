@@ -190,6 +190,12 @@ def test_a_config_that_cannot_be_used_is_refused(
         Checkpoint.open(directory)
 
 
+def test_of_a_single_file_and_an_index_the_file_is_read(single: Path, sharded: Path, copy_of: Copy) -> None:
+    directory = copy_of(sharded)
+    (directory / "model.safetensors").write_bytes((single / "model.safetensors").read_bytes())
+    assert {info.file for info in Checkpoint.open(directory).tensors.values()} == {"model.safetensors"}
+
+
 def test_a_missing_shard_is_named(sharded: Path, copy_of: Copy) -> None:
     directory = copy_of(sharded)
     (directory / "model-00002-of-00008.safetensors").unlink()

@@ -13,6 +13,8 @@ from swarm_plugins.cli.main import app
 from swarm_plugins.cli.support.output import in_options
 from swarm_plugins.offload.text import OFFLOAD_WORDS
 
+NO_HOME = "~no-such-user/x"
+
 
 @pytest.mark.parametrize(
     ("message", "expected"),
@@ -55,6 +57,20 @@ def test_without_words_a_message_stays() -> None:
         ),
         pytest.param(
             ["serve", "m", "--blocks", "all"], "swarm serve: invalid --blocks 'all': expected A:B such as", id="blocks"
+        ),
+        pytest.param(["serve", "m", "--blocks", f"1:{'9' * 5000}"], "9': expected A:B such as 0:10", id="huge-blocks"),
+        pytest.param(["serve", "m", "--offload", f"fast={'9' * 400}"], "number of up to 18 digits", id="huge-size"),
+        *(
+            pytest.param(arguments, f"'{NO_HOME}' is in a home directory that is not known here", id=name)
+            for name, arguments in {
+                "model": ["serve", NO_HOME],
+                "adapter": ["merge", NO_HOME, "--out", "o"],
+                "out": ["merge", "m", "--out", NO_HOME],
+                "quantized": ["quantize", "m", "--out", NO_HOME],
+                "repo": ["eval", NO_HOME, "--task", "t", "--local"],
+                "task": ["eval", "me/a", "--task", NO_HOME, "--local"],
+                "base": ["eval", "me/a", "--task", "t", "--local", "--base", NO_HOME],
+            }.items()
         ),
     ],
 )

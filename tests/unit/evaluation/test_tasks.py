@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lm_eval.utils
 import pytest
@@ -12,7 +14,7 @@ from datasets import load_dataset
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from evaluation_kit import write_task
 from jinja2.exceptions import SecurityError
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, _factory
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.evaluation import scoring, tasks
@@ -222,13 +224,32 @@ def test_formats_are_those_of_datasets() -> None:
     assert set(_PACKAGED_DATASETS_MODULES) <= tasks._FORMATS
 
 
+GROUPS = {
+    "both": "task: [arc_easy, arc_challenge]",
+    "outer": "task: [{group: inside, task: [{group: both}, plain], num_fewshot: 3}]",
+    "given": "num_fewshot: 2\ntask: [both, plain, {group: inside, task: [arc], num_fewshot: 3}]",
+    "changed": "task: [plain, {task: arc_easy, num_fewshot: 0}, {group: both, num_fewshot: 0}]",
+    "mixed": "task: [both, plain]",
+}
+
+
+class Listed(SimpleNamespace):
+    """A task of a group, which reads no data."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(task_name=config["task"], config=config)
+
+
 @pytest.fixture
 def few_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm_eval with two tasks of its own, which have a tag."""
+    """lm_eval with a few tasks of its own, of which two have a tag, and groups."""
     own = tmp_path / "lm_eval"
     own.mkdir()
     for name in ("arc_easy", "arc_challenge"):
         (own / f"{name}.yaml").write_text(f"task: {name}\ntag: arc\ndataset_path: org/arc\nnum_fewshot: 5\n")
+    (own / "plain.yaml").write_text("task: plain\ndataset_path: org/plain\n")
+    for name, members in GROUPS.items():
+        (own / f"{name}.yaml").write_text(f"group: {name}\n{members}\n")
     monkeypatch.setattr(
         scoring, "TaskManager", lambda include_defaults: TaskManager(include_path=str(own), include_defaults=False)
     )
@@ -245,6 +266,29 @@ def test_tasks_of_lm_eval_are_found_by_name_or_tag() -> None:
         Tasks(["arc_esy"], EvalSettings())
     with pytest.raises(ConfigError, match=r"no task named '' *|lists them"):
         Tasks(["zzzzzzzz"], EvalSettings())
+
+
+@pytest.mark.usefixtures("few_known")
+@pytest.mark.parametrize("group", [name for name in GROUPS if name != "mixed"])
+def test_a_group_has_the_examples_of_its_tasks(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = Tasks([group], EvalSettings())
+    (found,) = tasks.tasks
+    # What lm_eval makes of it, without data.
+    monkeypatch.setattr(_factory, "ConfigurableTask", Listed)
+    loaded = tasks._load(found)["tasks"].values()
+    assert [found.num_fewshot] * len(loaded) == [one.config["num_fewshot"] for one in loaded]
+    assert tasks.setting(found) != Tasks([group], EvalSettings(num_fewshot=7)).setting(found)
+    own = tmp_path / "lm_eval" / "arc_easy.yaml"
+    own.write_text(f"{own.read_text()}\n")
+    assert Tasks([group], EvalSettings()).tasks[0].digest != found.digest
+
+
+@pytest.mark.usefixtures("few_known")
+def test_a_group_of_different_examples_needs_one_number() -> None:
+    with pytest.raises(ConfigError, match=r"^the tasks of mixed have different numbers of examples \(0, 5\), .* give"):
+        Tasks(["mixed"], EvalSettings())
+    tasks = Tasks(["mixed"], EvalSettings(num_fewshot=0))
+    assert tasks.setting(tasks.tasks[0]).num_fewshot == 0
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:

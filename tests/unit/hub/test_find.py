@@ -26,8 +26,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
-def push(hub: LocalHub, folder: Path, repo_id: str = "alice/adapter") -> None:
-    push_folder(folder, PushTarget(repo_id=repo_id, endpoint=hub.endpoint), token=TOKEN)
+def push(hub: LocalHub, folder: Path, repo_id: str = "alice/adapter", tag: str | None = None) -> None:
+    push_folder(folder, PushTarget(repo_id=repo_id, endpoint=hub.endpoint, tag=tag), token=TOKEN)
 
 
 def found(hub: LocalHub, *args: str | ModelVersion) -> list[tuple[str, str | None]]:
@@ -74,6 +74,7 @@ def test_a_branch_of_the_base_is_looked_up(hub: LocalHub, make_folder: MakeFolde
     push(hub, make_folder(1, revision=sha))
     push(hub, make_folder(2, revision=NEW))
     assert found(hub, "org/base", "main") == [("alice/adapter", "v1")]
+    assert found(hub, ModelVersion("org/base", NEW), "main") == [("alice/adapter", "v1")]
     with pytest.raises(HubError, match=r"look up org/base@none: no such revision"):
         find_adapters("org/base", "none", endpoint=hub.endpoint)
 
@@ -202,6 +203,14 @@ def test_adapters_are_sorted_by_what_was_measured(hub: LocalHub, make_folder: Ma
     with pytest.raises(ConfigError, match=r"mode='best' must be 'min' or 'max'"):
         names("acc", mode="best")
     assert find_adapters("org/nothing", sort_by="acc", endpoint=hub.endpoint) == []
+
+
+def test_tags_of_any_form_are_versions(hub: LocalHub, make_folder: MakeFolder) -> None:
+    push(hub, make_folder(1, revision=OLD), tag="1.9")
+    push(hub, make_folder(2, revision=OLD), tag="1.10")
+    add_results(hub, "alice/adapter", *(record(hub, "alice/adapter", tag, 0.5) for tag in ("1.9", "1.10")))
+    (one,) = find_adapters("org/base", OLD, sort_by="acc", endpoint=hub.endpoint)
+    assert (one.tag, [result.tag for result in one.results]) == ("1.10", ["1.10"])
 
 
 def test_adapters_are_compared_by_one_setting_of_one_task(hub: LocalHub, make_folder: MakeFolder) -> None:

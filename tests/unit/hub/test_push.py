@@ -12,13 +12,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from evaluation_kit import RECORD
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError
 from swarm_plugins.hub import Manifest, PushTarget, RetryPlan, push_folder
-from swarm_plugins.hub.folder import push_command
+from swarm_plugins.hub.folder import files_to_push, push_command
 from swarm_plugins.hub.push import hub_to_push_to
+from swarm_plugins.hub.results import format_results
+from swarm_plugins.hub.results_push import ResultsRepository
 from swarm_plugins.local_hub import LocalHub
 
 TOKEN = "token-of-alice"
@@ -133,10 +136,116 @@ def test_a_tag_that_was_asked_for_and_is_taken_is_refused(
     hub: LocalHub, target: PushTarget, make_folder: MakeFolder
 ) -> None:
     wanted = msgspec.structs.replace(target, tag="1.0")
-    first = push_folder(make_folder(1), wanted, token=TOKEN, retries=FAST)
-    with pytest.raises(HubError, match=r"the tag '1.0' is taken by commit .*choose another"):
-        push_folder(make_folder(2), wanted, token=TOKEN, retries=FAST)
-    assert tags(hub) == {"1.0": first.commit}
+    folder = make_folder(1)
+    first = push_folder(folder, wanted, token=TOKEN, retries=FAST)
+
+    def check_refusal(folder: Path) -> None:
+        repo = hub.store.find("alice/adapter")
+        assert repo is not None
+        before = dict(repo.branches)
+        with pytest.raises(HubError, match=r"the tag '1.0' is taken by commit .*choose another"):
+            push_folder(folder, wanted, token=TOKEN, retries=FAST)
+        assert (repo.branches, repo.tags) == (before, {"1.0": first.commit}), "nothing of it is published"
+
+    check_refusal(make_folder(2))
+    (make_folder(3) / "README.md").rename(folder / "README.md")
+    check_refusal(folder)
+    hub.add("alice/adapter", {"other.txt": b"main has moved"})
+    check_refusal(folder)
+
+
+def test_the_same_version_may_be_pushed_again_under_its_tag(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    folder, wanted = make_folder(), msgspec.structs.replace(target, tag="1.0")
+    first = push_folder(folder, wanted, token=TOKEN, retries=FAST)
+    assert push_folder(folder, wanted, token=TOKEN, retries=FAST).commit == first.commit
+
+
+def make_model(folder: Path, *weights: str, **others: str) -> Path:
+    """Writes what looks like a whole model, with an index if there are several files."""
+    folder.mkdir()
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": {name: name for name in weights}})}
+    files = {"config.json": "{}", "README.md": "# Mine", **(index if len(weights) > 1 else {}), **others}
+    for name, text in {**files, **{name: f"{name} of {folder}" for name in weights}}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+WHOLE, SHARDS = ("model.safetensors",), ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(WHOLE, SHARDS), (SHARDS, WHOLE), (SHARDS, ("a.safetensors", "b.safetensors"))]
+)
+def test_a_version_has_no_files_of_the_one_before(
+    first: tuple[str, ...], second: tuple[str, ...], hub: LocalHub, target: PushTarget, make_folder: MakeFolder,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    push_folder(make_folder(), target, token=TOKEN, retries=FAST)
+    hub.add("alice/adapter", {"results.jsonl": b"", "LICENSE": b"mine"})
+    push_folder(make_model(tmp_path / "first", *first, **{"tokenizer.json": "{}"}), target, token=TOKEN, retries=FAST)
+    folder = make_model(tmp_path / "second", *second)
+    pushed = push_folder(folder, target, token=TOKEN, retries=FAST)
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    theirs = {".gitattributes", "results.jsonl", "LICENSE", "tokenizer.json"}
+    assert set(repo.commits[pushed.commit].files) == theirs | {path.name for path in folder.iterdir()} - {"push.json"}
+
+
+def test_an_adapter_without_manifest_has_not_the_one_before(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    push_folder(make_folder(1), target, token=TOKEN, retries=FAST)
+    hub.add("alice/adapter", {"tokenizer.json": b"a Trainer pushes it with the adapter"})
+    pushed = push_folder(make_folder(2, manifest=False), target, token=TOKEN, retries=FAST)
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    assert set(repo.commits[pushed.commit].files) == {*FILES, "tokenizer.json"} - {"swarm.json"}
+
+
+def test_a_whole_model_is_pushed_with_all_that_a_merge_writes(tmp_path: Path) -> None:
+    more = dict.fromkeys(("LICENSE.txt", "processor_config.json", "tekken.json", "tokenizer.json"), "x")
+    folder = make_model(tmp_path / "model", *SHARDS, **more)
+    written = {path.name for path in folder.iterdir()}
+    (folder / "optimizer.pt").write_text("x")
+    assert {path.name for path in files_to_push(folder)} == written
+
+
+@pytest.mark.parametrize(
+    ("named", "found", "message"),
+    [
+        (["a.safetensors", "b.safetensors"], ["a.safetensors"], "lacks b.safetensors"),
+        (["../secret.safetensors"], [], r"lacks ../secret.safetensors"),
+        (["notes.txt"], ["notes.txt"], "lacks notes.txt"),
+        (["a.safetensors"], ["a.safetensors", *WHOLE], "has, besides the model's weights, model.safetensors"),
+        (["a.safetensors"], ["a.safetensors", SHARDS[0]], "has, besides the model's weights, model-00001-of-000002"),
+    ],
+)
+def test_weights_are_those_that_the_index_names(
+    named: list[str], found: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret.safetensors").write_text("secret")
+    index = json.dumps({"weight_map": dict(enumerate(named))})
+    folder = make_model(tmp_path / "model", *found, **{"model.safetensors.index.json": index})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=rf"{message}.*: save the model once more"):
+        files_to_push(folder)
+
+
+@pytest.mark.parametrize("metadata", ["pipeline_tag: [text-generation]", "model-index: [{name: n, results: 5}]"])
+def test_a_card_that_cannot_take_the_results_is_published_without(
+    metadata: str, hub: LocalHub, target: PushTarget, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    push_folder(make_folder(1), target, token=TOKEN, retries=FAST)
+    hub.add("alice/adapter", {"results.jsonl": format_results([RECORD])})
+    folder = make_folder(2)
+    (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
+    with caplog.at_level(logging.WARNING):
+        assert push_folder(folder, target, token=TOKEN, retries=FAST).tag == "v2"
+    assert "the card of alice/adapter is published without results: the card (README.md)" in caplog.text
+    with pytest.raises(CheckpointError, match=r"the card \(README.md\) of alice/adapter cannot be understood"):
+        ResultsRepository("alice/adapter", endpoint=hub.endpoint).read()  # before anything is measured
 
 
 def test_a_private_repository_is_made_private(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
@@ -242,6 +351,12 @@ def test_the_command_sends_no_token_to_a_hub_that_the_folder_alone_names(
     code, output = swarm_push(folder, "--endpoint", hub.endpoint)
     assert (code, tags(hub).keys()) == (0, {"v1"})
     assert f"Publishing {folder} to alice/adapter at {hub.endpoint} ..." in output
+
+
+def test_an_address_that_cannot_be_read_is_named(make_folder: MakeFolder) -> None:
+    code, output = swarm_push(make_folder(), "--repo", "alice/adapter", "--endpoint", "http://[::1")
+    assert (code, output.count("\n")) == (1, 2)
+    assert "push to alice/adapter: the Hub's address cannot be read (Invalid port: ':1'); correct it" in output
 
 
 @pytest.mark.parametrize("named", [None, "http://127.0.0.1:8", "http://127.0.0.1:8/"])

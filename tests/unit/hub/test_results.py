@@ -24,6 +24,10 @@ from swarm_plugins.hub.results import (
 )
 from swarm_plugins.hub.results_card import results_table, with_results
 
+RESULT_OF_OTHERS = (
+    "model-index: [{{name: n, results: [{{task: {{type: {task}}}, dataset: {{type: d, name: d}}, "
+    "metrics: [{{type: acc, value: 1}}], source: {source}}}]}}]"
+)
 CARD = card_text(AdapterFacts(repo_id="me/adapter", base_model="org/base"), Manifest(metrics={"val_loss": 1.5}))
 
 
@@ -82,6 +86,7 @@ def test_what_measures_the_same_is_kept_once() -> None:
 def test_versions_are_in_the_order_of_their_numbers() -> None:
     assert in_order(["v10", "v2", "v1"]) == ["v1", "v2", "v10"]
     assert in_order(["1.10", "1.9", "1.9-rc"]) == ["1.9", "1.9-rc", "1.10"]
+    assert in_order(["\u00b2", "2"]) == ["\u00b2", "2"], "a digit that is no number"
 
 
 def test_settings_that_differ_have_columns_of_their_own() -> None:
@@ -135,11 +140,23 @@ def test_what_others_wrote_on_the_card_stays() -> None:
     assert shown("", [RECORD]).startswith("---\nmodel-index:")
 
 
-def test_a_card_that_cannot_be_understood_is_refused() -> None:
-    many = "---\none: &one [1]\nmodel-index: [*one, *one]\n---\n"
-    for card in ("---\na: [\n---\n", "---\n- 1\n---\n", "---\nmodel-index:\n- 1\n---\n", many):
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "a: [",
+        "- 1",
+        "model-index:\n- 1",
+        "one: &one [1]\nmodel-index: [*one, *one]",
+        "pipeline_tag: [text-generation]",
+        RESULT_OF_OTHERS.format(task="t", source="abc"),
+        RESULT_OF_OTHERS.format(task="[t]", source="{}"),
+        pytest.param(f"a: {'[' * 500}{']' * 500}", id="deep"),
+    ],
+)
+def test_a_card_that_cannot_be_understood_is_refused(metadata: str) -> None:
+    for records in ([], [RECORD]):  # also before anything was measured
         with pytest.raises(CheckpointError, match=r"the card \(README.md\) of me/adapter cannot be understood"):
-            shown(card, [RECORD])
+            shown(f"---\n{metadata}\n---\n", records)
 
 
 def test_every_earlier_section_of_results_goes() -> None:

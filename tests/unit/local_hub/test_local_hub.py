@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.local_hub import HubRequest, LocalHub
 
 REPO = "alice/tiny"
 FILES = {"config.json": b"{}", "model.safetensors": bytes(200_000), "sub/notes.txt": b"notes"}
@@ -61,9 +61,22 @@ def test_commits_branches_and_tags_are_listed(hub: LocalHub) -> None:
 
 def test_the_tree_tells_large_files(hub: LocalHub) -> None:
     tree = {entry.path: entry for entry in HfApi(endpoint=hub.endpoint).list_repo_tree(REPO, recursive=True)}
-    assert tree.keys() == FILES.keys()
+    assert tree.keys() == {*FILES, "sub"}
     assert tree["model.safetensors"].lfs.size == 200_000
     assert tree["config.json"].lfs is None
+
+
+def test_the_tree_of_a_folder_ends_at_its_folders(hub: LocalHub) -> None:
+    api = HfApi(endpoint=hub.endpoint)
+    hub.add(REPO, {"sub/deep/er.txt": b"er"})
+
+    def paths(folder: str | None) -> list[str]:
+        return [entry.path for entry in api.list_repo_tree(REPO, folder)]
+
+    assert paths(None) == ["sub", "config.json", "model.safetensors"]
+    assert paths("sub") == ["sub/deep", "sub/notes.txt"]
+    with pytest.raises(RemoteEntryNotFoundError):
+        paths("su")
 
 
 def test_models_are_listed(hub: LocalHub) -> None:
@@ -102,6 +115,14 @@ def test_errors_are_those_of_the_real_hub(
     hub.add("bob/private", FILES, private=True)
     with pytest.raises(kind):
         hf_hub_download(repo, file, revision=revision, endpoint=hub.endpoint, cache_dir=tmp_path, token=False)
+
+
+def test_only_the_last_requests_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.local_hub.state._MAX_REQUESTS", 2)
+    hub = LocalHub()
+    for path in ("/1", "/2", "/3"):
+        hub.record(HubRequest("GET", path, None, None))
+    assert [request.path for request in hub.requests] == ["/2", "/3"]
 
 
 def test_closing_ends_connections_and_threads() -> None:

@@ -101,8 +101,9 @@ def test_names_are_taken_once(api: HfApi, tmp_path: Path) -> None:
     api.create_tag(REPO, tag="t")
 
 
-def test_a_broken_card_is_refused(api: HfApi) -> None:
-    broken = CommitOperationAdd("README.md", b"---\ntags: [\n---\n")
+@pytest.mark.parametrize("metadata", ["tags: [", "1: 2", f"a: {'[' * 500}"], ids=["open", "number", "deep"])
+def test_a_broken_card_is_refused(api: HfApi, metadata: str) -> None:
+    broken = CommitOperationAdd("README.md", f"---\n{metadata}\n---\n".encode())
     with pytest.raises(ValueError, match=r"Invalid metadata in README.md"):
         api.create_commit(REPO, [broken], commit_message="card")
 
@@ -131,6 +132,21 @@ def test_models_are_found_by_the_tags_of_their_cards(hub: LocalHub) -> None:
     assert [one.id for one in api.list_models(filter="peft")] == ["alice/one"]
     assert [one.id for one in api.list_models(author="alice", limit=1)] == ["alice/one"]
     assert list(api.list_models(filter="other")) == []
+
+
+@pytest.mark.parametrize("metadata", ["1: 2", "base_model: 5", f"a: {'[' * 500}{']' * 500}"])
+def test_a_card_that_cannot_be_understood_hides_no_other(hub: LocalHub, metadata: str) -> None:
+    hub.add("alice/odd", {"README.md": f"---\n{metadata}\n---\n".encode()})
+    hub.add("alice/two", {"README.md": b"no card"})
+    assert [one.id for one in HfApi(endpoint=hub.endpoint).list_models()] == ["alice/odd", "alice/two"]
+
+
+def test_a_fault_of_the_hub_is_an_answer(hub: LocalHub) -> None:
+    answer = httpx2.get(f"{hub.endpoint}/api/models?limit=\u4f60")
+    assert (answer.status_code, answer.headers["X-Error-Message"][:38]) == (
+        500,
+        "ValueError: invalid literal for int() ",
+    )
 
 
 @pytest.mark.parametrize(("fault", "is_there"), [("cut", False), ("lost", True)])

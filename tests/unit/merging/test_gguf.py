@@ -13,6 +13,7 @@ import torch
 from llama_cpp_kit import TEXT, save_model
 from merging_kit import EXPERTS, LORA, load, merged_by_peft, save_adapter, save_base
 from peft import LoraConfig, PeftConfig
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
@@ -21,6 +22,7 @@ from swarm_plugins.checkpoint.gguf.header import parse_gguf
 from swarm_plugins.errors import CheckpointError, ConfigError, MissingExtraError, UnsupportedError
 from swarm_plugins.merging import lora_to_gguf, merge_adapter
 from swarm_plugins.merging.llama_cpp.architectures import architecture_of, in_pairs
+from swarm_plugins.merging.llama_cpp.tokenizer import _read
 from swarm_plugins.testing.models import tiny_config
 
 gguf: Any = pytest.importorskip("gguf")
@@ -149,6 +151,35 @@ def test_gemma2_without_what_llama_cpp_always_does_is_refused(settings: dict[str
         setattr(config, name, value)
     with pytest.raises(UnsupportedError, match=message):
         architecture_of(config)
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path, llama: Path, adapter: Path) -> None:
+    stored = load_file(llama / "model.safetensors")
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    wanted = tensors(merge_adapter(adapter, tmp_path / "without.gguf", base=llama, gguf="F16"))
+    save_file(stored | frequencies, llama / "model.safetensors", {"format": "pt"})
+    assert tensors(merge_adapter(adapter, tmp_path / "with.gguf", base=llama, gguf="F16")).keys() == wanted.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "changes text by Lowercase, which"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}},
+            "changes text by Strip",
+        ),
+        ({"add_prefix_space": True}, "cuts text by ByteLevel with add_prefix_space=True, which"),
+        ({"use_regex": False}, "cuts text by ByteLevel with use_regex=False, which"),
+    ],
+)
+def test_bytes_that_are_cut_in_another_way_are_refused(llama: Path, changes: dict[str, Any], message: str) -> None:
+    found = json.loads((llama / "tokenizer.json").read_text())
+    for normalizer in (None, {"type": "NFC"}):
+        assert _read(found | {"normalizer": normalizer}, "base", 512).split == "gpt-2"
+    cut = found["pre_tokenizer"] | {key: value for key, value in changes.items() if key != "normalizer"}
+    with pytest.raises(UnsupportedError, match=f"^the tokenizer of base {message}"):
+        _read(found | changes | {"pre_tokenizer": cut}, "base", 512)
 
 
 def test_other_types_and_tokenizers_are_refused(tmp_path: Path, llama: Path, adapter: Path) -> None:

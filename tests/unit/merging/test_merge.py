@@ -21,6 +21,7 @@ from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.hub import Manifest
 from swarm_plugins.merging import merge_adapter, places
+from swarm_plugins.merging.merged import MergedModel
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -134,6 +135,22 @@ def test_no_more_than_a_module_is_read_at_once(tmp_path: Path, monkeypatch: pyte
     assert max(sizes) == 4 * 2 * 48 * 32 * 2  # gate and up of four experts, in 16 bits
 
 
+def test_experts_are_merged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base", "qwen3_moe")
+    adapter = save_adapter(tmp_path / "adapter", base, LoraConfig(r=4, target_parameters=EXPERTS))
+    merged: list[str] = []
+    real = MergedModel._merged
+
+    def count(self: MergedModel, group: Any) -> dict[str, torch.Tensor]:
+        merged.extend(group.targets)
+        return real(self, group)
+
+    monkeypatch.setattr(MergedModel, "_merged", count)
+    merge_adapter(adapter, tmp_path / "out", base=base)
+    wanted = [(layer, name) for layer in (0, 1) for name in ("down", "gate_up")]
+    assert sorted(merged) == [f"model.layers.{layer}.mlp.experts.{name}_proj" for layer, name in wanted]
+
+
 def test_the_base_that_the_adapter_names_is_found(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
@@ -164,8 +181,11 @@ def test_a_base_of_unknown_place_is_asked_for(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", base)
     Manifest(base_name="base", base_revision=f"local-{'0' * 40}").write(adapter)
     base.rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=r"was trained on base@local-0+, which is not here: give .* with --base"):
-        merge_adapter(adapter, tmp_path / "out")
+    config = adapter / "adapter_config.json"
+    for path in (str(base), "~user-of-another-machine/base"):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": path}))
+        with pytest.raises(ConfigError, match=r"was trained on base@local-0+, which is not here: give .* with --base"):
+            merge_adapter(adapter, tmp_path / "out")
 
 
 def test_a_base_of_another_shape_is_refused(tmp_path: Path) -> None:
