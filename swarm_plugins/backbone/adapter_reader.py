@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -85,7 +85,9 @@ class AdapterReader:
         found, reading = self._found, self._reading
         if structure != found.structure:
             found = self._found = self._search(structure)
-        names, offsets = _hooked(found.tuned, "adapter_names"), _hooked(found.tuned, "alora_offsets")
+        names, offsets = (
+            hooked((item.layer for item in found.tuned), name) for name in ("adapter_names", "alora_offsets")
+        )
         state: list[object] = [structure, indices, batch_size, names, offsets]
         for item in found.tuned:
             state.extend(_state(item.layer))
@@ -229,13 +231,13 @@ def _variants(item: _Tuned) -> dict[str, Any]:
     return item.layer.lora_variant if isinstance(item.layer, LoraLayer) else {}
 
 
-def _hooked(tuned: Sequence[_Tuned], name: str) -> tuple[Any, ...] | None:
+def hooked(layers: Iterable[object], name: str) -> tuple[Any, ...] | None:
     """Reads what PEFT passes to its layers for each row, in hooks: adapter names, aLoRA's offsets.
 
     The newest counts, as for PEFT's own layers: a forward that raises leaves its hooks behind.
     """
-    for item in tuned:
-        hooks: dict[int, Any] = vars(item.layer)["_forward_pre_hooks"]
+    for layer in layers:
+        hooks: dict[int, Any] = vars(layer)["_forward_pre_hooks"]
         for hook in reversed(hooks.values()):
             if isinstance(hook, functools.partial) and hook.keywords.get(name) is not None:
                 return tuple(hook.keywords[name])

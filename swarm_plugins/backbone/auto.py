@@ -67,8 +67,8 @@ class _AutoSwarm:
         Everything else works as in transformers: ``generate()``, PEFT, any Trainer.
 
         ``state_dict`` returns only the local weights (such as a trained head); to restore them, load the model by its
-        name and call ``load_state_dict``. ``save_pretrained`` writes what it is given as ``state_dict``, and is refused
-        without. PEFT saves adapters.
+        name and call ``load_state_dict``. ``save_pretrained`` writes what it is given as ``state_dict``, or the adapter
+        of ``add_adapter``, and is refused without either. PEFT saves its own adapters.
 
         Args:
             name_or_dir: Id of a repository on the Hub, or a directory.

@@ -357,8 +357,8 @@ def run_cached(
     except BaseException:
         # The step can be tried again: the local blocks before forget its tokens too.
         for layer in before:
-            # Beyond its window a sliding layer cannot; the next step says so.
-            with contextlib.suppress(RuntimeError):
+            # Static layers cannot, nor sliding ones beyond their window; the next step says so.
+            with contextlib.suppress(RuntimeError, AttributeError):
                 layer.crop(-inputs.hidden.shape[1])
         raise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -31,6 +32,11 @@ class RemoteDecoderLayer(nn.Module):
     def gradient_checkpointing(self, value: bool) -> None:
         """Ignores what transformers sets on each layer."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the block's output; hooks see it unless the decoder only notes what layers are given."""
+        return (self.forward if self.swarm_stack.is_noting else super().__call__)(*args, **kwargs)
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns the block's output, `[batch, length, width]`."""
         # Not by name: some families call it `layer_past`, and without it every token would be the first.
@@ -45,11 +51,11 @@ class LocalDecoderLayer(nn.Module):
     swarm_stack: RemoteStack
     swarm_index: int
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the block's output."""
         if self.swarm_stack.is_noting:
-            return RemoteDecoderLayer.forward(self, hidden_states, *args, **kwargs)  # type: ignore[arg-type]  # alike
-        return super().forward(hidden_states, *args, **kwargs)
+            return RemoteDecoderLayer.forward(self, *args, **kwargs)  # type: ignore[arg-type]  # alike
+        return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickles by the original class: a dynamic subclass cannot be found by name."""

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIF
 from swarm_plugins.backbone.context import OnThisMachine
 from swarm_plugins.backbone.loading import choose_experts
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.checkpoint.loading import class_for_task, mark_base
+from swarm_plugins.checkpoint.loading import class_for_task, mark_base, take_generation_config
 from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
 from swarm_plugins.offload.load import load_offloaded
 
@@ -71,6 +71,7 @@ def _in_memory(
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {name!r} cannot be loaded ({one_line(error)}): give another one") from error
     model.to(torch.device(device))
+    take_generation_config(model, checkpoint)
     choose_experts(model)
     mark_base(model, version)
     loaded: PreTrainedModel = model.eval()

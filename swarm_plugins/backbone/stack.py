@@ -217,12 +217,17 @@ class RemoteStack:
         return args, kwargs
 
     def _leave(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        called_with, self._local.called_with, self._local.running = self._called_with or {}, None, None
+        called_with, running = self._called_with or {}, getattr(self._local, "running", None)
         swap: CacheSwap | None = getattr(self._local, "swap", None)
-        self._local.decoder = self._local.swap = None
+        self._local.called_with = self._local.running = self._local.decoder = self._local.swap = None
         cache = next((value for value in called_with.values() if isinstance(value, Cache)), None)
         if output is None and cache is not None:  # it has raised
             note_failure(cache)
+        if output is not None and running is not None:
+            raise UnsupportedError(
+                f"the model ended before block {running.next_block} of a chain that runs as one: set num_hidden_layers "
+                f"to {self.num_blocks} again, and leave assistant_early_exit out"
+            )
         return output if swap is None else swap.put_into(output)
 
     def run_block(self, index: int, hidden: Tensor, cache: Cache | None, arguments: Arguments) -> Any:

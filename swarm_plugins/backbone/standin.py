@@ -39,6 +39,13 @@ class StandIn(HollowModule):
 
     _stand_in_of: tuple[tuple[type[nn.Module], ...], type[nn.Module]]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: modules are turned into stand-ins; only transformers' use_mtp makes new ones."""
+        raise UnsupportedError(
+            f"{type(self).__name__} cannot be made here: its weights are on servers; leave out use_mtp, and draft "
+            "with swarm_plugins.Speculation"
+        )
+
     def _hollow(self) -> dict[str, Tensor]:
         buffers = {name: one for name, one in self._buffers.items() if one is not None and is_hollow(one)}
         return super()._hollow() | buffers

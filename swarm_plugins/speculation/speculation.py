@@ -20,7 +20,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils.generic import ModelOutput
 
+from swarm_plugins.backbone.adapter_reader import hooked
 from swarm_plugins.backbone.local_layers import keeps_states
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.rotary import whole_beyond
@@ -130,6 +132,11 @@ class Speculation:
     ) -> None:
         if not isinstance(self.draft, str):
             check_vocabulary(model, self.draft)
+        if any(hooked(model.modules(), "alora_offsets") or ()):
+            raise ConfigError(
+                "speculation cannot work with aLoRA, which counts from the end of a prompt, and of drafts with it: "
+                "decode without a draft"
+            )
         if model.config.is_encoder_decoder:
             raise UnsupportedError(f"{type(model).__name__} has an encoder: speculation is for decoders alone")
         if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
@@ -147,11 +154,23 @@ class Speculation:
         asked = [name for name in wanted if getattr(config, name, None)]
         if asked:
             raise ConfigError(f"speculation returns tokens only: leave out {', '.join(asked)}, or decode without it")
-        if input_ids.shape[1] == 0:
-            raise ConfigError("speculation needs input_ids, got none: a draft cannot continue inputs_embeds")
+        _check_text(input_ids, config, kwargs.get("attention_mask"))
         _check_cache(model, kwargs)
         if streamer is not None and input_ids.shape[0] > 1:
             raise ConfigError(f"a streamer takes one row, got {input_ids.shape[0]}: generate them one by one")
+
+
+def _check_text(input_ids: Tensor, config: GenerationConfig, mask: Tensor | None) -> None:
+    num_given = input_ids.shape[1]
+    if num_given == 0:
+        raise ConfigError("speculation needs input_ids, got none: a draft cannot continue inputs_embeds")
+    # transformers takes out a mask of ones, and notes its length.
+    length = (getattr(config, "_mask_length", None) or num_given) if mask is None else mask.shape[1]
+    if length != num_given:
+        raise ConfigError(
+            f"speculation needs the whole text, got {num_given} input_ids and a mask for {length} tokens: give those "
+            "in the cache, too"
+        )
 
 
 def _check_processors(processors: LogitsProcessorList) -> None:
@@ -214,6 +233,8 @@ class _Run:
         cache.activate_past_recording()
         self._seen = seen_by(cache)
         self._is_first = True
+        # Images or embeddings of the prompt: they do not cover drafts.
+        self._has_prompt_inputs = any(isinstance(one, (Tensor, ModelOutput)) for one in model_kwargs.values())
         self._num_virtual = 0
         """Places of the cache that hold no tokens: before the text, from PEFT's prompt and prefix tuning."""
         self._takes_positions = self._places.positions is not None
@@ -255,6 +276,8 @@ class _Run:
         return texts.ids[0, before[0] : texts.lengths[0]].tolist()
 
     def _limit(self) -> int:
+        if self._is_first and self._has_prompt_inputs:
+            return 0
         longest = max(self.texts.lengths[row] for row in self.texts.active_rows)
         left = int(self._config.max_length) - longest - 1
         if self._border is not None:

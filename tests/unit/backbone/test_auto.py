@@ -78,13 +78,15 @@ def test_dtype_is_that_of_local_weights_and_stand_ins(swarm: InProcessSwarm, dir
     assert model.dtype == torch.bfloat16
 
 
-def test_generation_config_of_the_checkpoint_is_used(tmp_path: Path) -> None:
+def test_generation_config_of_the_checkpoint_is_used_wherever_blocks_run(tmp_path: Path) -> None:
     directory = save_tiny("llama", tmp_path)
     GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[2, 5]).save_pretrained(directory)
     with InProcessSwarm(directory) as swarm:
-        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
-        assert model.generation_config.max_new_tokens == 3
-        assert model.generation_config.eos_token_id == [2, 5]
+        for place in ({"connection": swarm.connection}, {"offload": "none"}):
+            model = AutoSwarmModelForCausalLM.from_pretrained(directory, **place, eos_token_id=7)
+            assert model.generation_config.max_new_tokens == 3
+            assert model.generation_config.eos_token_id == [2, 5]
+            assert model.config.eos_token_id == 7
 
 
 def test_settings_of_the_head_can_be_given(swarm: InProcessSwarm, directory: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from swarm_plugins import SwarmConfig
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
@@ -117,6 +117,8 @@ def test_a_failed_step_can_be_tried_again(
         patched.setattr(remote, "step", failing)
         with pytest.raises(SwarmError, match="no server"):
             model(IDS[:, :1], past_key_values=cache)
+        with pytest.raises(SwarmError, match="no server"):  # though layers of a fixed size forget nothing
+            model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=8))
     got = model(IDS[:, :1], past_key_values=cache).logits
     want = local(torch.cat([IDS, IDS[:, :1]], dim=1)).logits[:, -1:]
     torch.testing.assert_close(got, want)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from type_models import save_type
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.backbone import context as context_module
@@ -121,6 +123,28 @@ def test_two_models_of_one_connection_work_side_by_side(
         torch.testing.assert_close(mine, theirs, **FP32)
 
 
+@torch.no_grad()
+def test_a_model_that_ends_within_its_blocks_is_refused(
+    remote: PreTrainedModel, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(remote.config, "num_hidden_layers", 3)
+        with pytest.raises(UnsupportedError, match=r"ended before block 3 .*: set num_hidden_layers to 4 again, and"):
+            remote(IDS)
+    torch.testing.assert_close(remote(IDS).logits, local(IDS).logits, **FP32)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look
+def test_a_compiled_model_trains_as_it_does_uncompiled(remote: PreTrainedModel) -> None:
+    model = get_peft_model(remote, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    found = []
+    for one in (model, torch.compile(model, backend="eager")):
+        loss = one(input_ids=IDS, labels=IDS).loss
+        found.append((loss, torch.autograd.grad(loss, [each for each in model.parameters() if each.requires_grad])))
+    torch.compiler.reset()
+    torch.testing.assert_close(*found)
+
+
 def test_settings_connect_at_the_first_use_and_once(monkeypatch: pytest.MonkeyPatch, remote: PreTrainedModel) -> None:
     asked: list[tuple[str, ...]] = []
     live = remote.model.layers[0].swarm_stack
@@ -166,6 +190,14 @@ def test_hooks_that_read_see_what_they_see_locally(
     got, want = (_read_by_hooks(model, layers, use_cache=use_cache) for model in (remote, local))
     assert len(got) == len(layers) * 2 * (1 + use_cache)
     torch.testing.assert_close(got, want, **FP32)
+
+
+@torch.no_grad()
+def test_hooks_do_not_see_a_run_that_only_notes_side_inputs(tmp_path: Path) -> None:
+    directory = save_type("gemma3n_text", tmp_path)
+    with InProcessSwarm(directory, spans=[(0, 6)]) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, local_blocks=(1, 0))
+        assert len(_read_by_hooks(model, [0, 1], use_cache=False)) == 4
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -59,6 +60,11 @@ def test_stand_ins_are_instances_of_the_original_classes(linear: nn.Module) -> N
 
 def test_the_class_is_made_once() -> None:
     assert stand_in_class(nn.Linear) is stand_in_class(nn.Linear)
+
+
+def test_a_new_one_is_refused(linear: nn.Module) -> None:
+    with pytest.raises(UnsupportedError, match=r"RemoteLinear cannot be made here: .* leave out use_mtp, and draft"):
+        type(linear[0])(3, 4)
 
 
 def test_parameters_are_hollow_and_frozen(linear: nn.Module) -> None:
@@ -132,11 +138,24 @@ def test_save_pretrained_writes_the_client_s_weights(remote: PreTrainedModel, sw
             save(str(tmp_path / "whole"))
     twin = copy.deepcopy(remote)
     assert twin.save_pretrained.args[0] is twin
-    remote.save_pretrained(tmp_path, state_dict=remote.state_dict())
+    remote.save_pretrained(tmp_path, True, remote.state_dict())
     assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(CLIENT_TENSORS)
     # It is no checkpoint to serve or to load from: the blocks are not in it.
     with pytest.raises((CheckpointError, MissingBlocksError), match=tmp_path.name):
         AutoSwarmModelForCausalLM.from_pretrained(tmp_path, connection=swarm.connection)
+
+
+def test_an_adapter_of_transformers_own_is_saved_alone(
+    remote: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = copy.deepcopy(remote)
+    remote.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    remote.save_pretrained(tmp_path)
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    twin.load_adapter(tmp_path)
+    torch.testing.assert_close(twin(IDS).logits, remote(IDS).logits)
+    monkeypatch.setattr(PreTrainedModel, "push_to_hub", lambda self, repo_id: (self, repo_id))
+    assert remote.push_to_hub("me/adapter") == (remote, "me/adapter")
 
 
 @torch.no_grad()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from image_models import prompts, save_image_type
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
+    DynamicCache,
     LogitsProcessorList,
     PreTrainedModel,
     SynthIDTextWatermarkingConfig,
@@ -176,6 +178,34 @@ def test_a_cache_is_continued() -> None:
     assert again.tolist() == greedy(model, longer).tolist()
 
 
+@pytest.mark.parametrize("ids", [PROMPT, PADDED], ids=["mask of ones", "padded"])
+def test_a_continued_cache_needs_its_text(ids: Tensor) -> None:
+    model = tiny_model("llama").eval()
+    cache = DynamicCache(config=model.config)
+    mask = (ids != 0).long()
+    model(ids, attention_mask=mask, past_key_values=cache)
+    options = {"attention_mask": torch.cat((mask, torch.ones_like(mask)), dim=1), "max_new_tokens": 2}
+    num = ids.shape[1]
+    with pytest.raises(ConfigError, match=f"the whole text, got {num} input_ids and a mask for {2 * num} tokens: give"):
+        model.generate(ids, **options, past_key_values=cache, custom_generate=Speculation("lookup"))
+
+
+def test_embeddings_of_the_prompt_stand_for_its_tokens() -> None:
+    model = tiny_model("llama").eval()
+    embeddings = {"inputs_embeds": model.get_input_embeddings()(PROMPT.flip(1))}
+    want = greedy(model, PROMPT, **embeddings)
+    for one in (model, "lookup"):
+        assert greedy(model, PROMPT, Speculation(one, max_tokens=5), **embeddings).equal(want)
+
+
+def test_alora_is_refused() -> None:
+    """PEFT tells its layers once a generation how many last tokens they adapt."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[99, 23])
+    model = get_peft_model(tiny_model("llama"), config).eval()
+    with pytest.raises(ConfigError, match=r"cannot work with aLoRA, which counts from the end .* without a draft"):
+        model.generate(input_ids=PROMPT, max_new_tokens=2, custom_generate=Speculation("lookup"))
+
+
 @pytest.mark.parametrize("num_new", [1, 2, 4])
 @torch.no_grad()
 def test_the_cache_holds_the_text_when_a_row_ends_within_its_drafts(num_new: int) -> None:
@@ -210,6 +240,7 @@ def test_tokens_are_equal_where_long_texts_have_other_rotary_frequencies(ids: Te
 def test_tokens_of_models_with_planes_of_positions_are_equal(tmp_path: Path, rows: tuple[str, ...]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(save_image_type("qwen2_vl", tmp_path)).eval()
     inputs = prompts(model, *rows)
+    inputs["input_ids"][0, -1] = inputs["input_ids"][0, 4]  # after which an image may follow
     words_only = {"suppress_tokens": list(range(FIRST_SPECIAL, VOCAB_SIZE))}
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 10_000, **words_only}
     want = model.generate(**inputs, **options)
