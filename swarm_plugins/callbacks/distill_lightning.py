@@ -23,6 +23,11 @@ class StagedDistillation(StagedTraining, UnifiedCallback, StandaloneCallback):  
     ```
     """
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forgets what another call has loaded: Lightning restores callbacks for ``test`` and ``validate``, too."""
+        if stage == "fit":
+            self._loaded_stop = None
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Loads the teacher, unless the resumed run is past the stop.
 

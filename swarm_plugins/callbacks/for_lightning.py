@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback as UnifiedCallback
+from lightning.pytorch.callbacks import WeightAveraging as UnifiedAveraging
 from pytorch_lightning.callbacks import Callback as StandaloneCallback
+from pytorch_lightning.callbacks import WeightAveraging as StandaloneAveraging
 from torch.distributed.tensor import DTensor
 
 from swarm_plugins.callbacks.publishing import Publishing, log
@@ -27,11 +29,17 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
     ```
     """
 
+    _is_fit = True
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._is_fit = stage == "fit"
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Finds the adapter to publish.
 
         Raises:
-            ConfigError: If the module has none, or one whose tensors are divided over processes.
+            ConfigError: If the module has none, or one whose tensors are divided over processes, or a callback
+                averages weights.
         """
         if trainer.fast_dev_run:
             log.info("fast_dev_run: nothing is published to %s", self.repo_id)
@@ -41,6 +49,11 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             raise ConfigError(
                 "an adapter on experts that are divided over ranks cannot be published while it trains: leave the "
                 "callback out, save what gather_state_dict(module, trained_only=True) returns, and use `swarm push`"
+            )
+        if any(isinstance(one, UnifiedAveraging | StandaloneAveraging) for one in trainer.callbacks):
+            raise ConfigError(
+                "WeightAveraging validates averages and then takes them back, so other weights would be published than "
+                "were measured: leave it out, or publish the trained adapter afterwards, with `swarm push`"
             )
         if trainer.is_global_zero:
             self.begin(pl_module, Path(trainer.default_root_dir))
@@ -102,4 +115,6 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict.get("best")
+        # Lightning restores callbacks for `test` and `validate`, too: these are not of this training.
+        if self._is_fit:
+            self.best = state_dict.get("best")

@@ -125,7 +125,18 @@ class _RecipeData(pl.LightningDataModule):
         if self._seed is None:
             self._seed = torch.initial_seed()
         order = EpochSampler(self._train, self._seed)
-        return ResumableLoader(self._train, batch_size=self.batch_size, sampler=order, collate_fn=self._collate)
+        return ResumableLoader(
+            self._train,
+            batch_size=self.batch_size,
+            sampler=order,
+            collate_fn=self._collate,
+            num_processed=None if self.trainer is None else self._num_processed,
+        )
+
+    def _num_processed(self) -> int:
+        """Returns how many batches of this epoch Lightning counts as trained."""
+        trainer: Any = self.trainer
+        return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._held_out, batch_size=self.batch_size, collate_fn=self._collate)
@@ -191,7 +202,7 @@ class TextData(_RecipeData):
         if len(pieces) == 0:
             raise ConfigError(
                 f"data set {self.dataset!r} gives fewer than one piece of length={self.length} on one side of the "
-                "split, or nothing to learn; take more documents or shorter pieces"
+                "split, or nothing to learn; take more documents or another length"
             )
         return pieces.with_format("torch")
 

@@ -59,11 +59,14 @@ class Packer:
         """The last one's name."""
 
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
-        """Returns ``input_ids``, ``labels`` and ``position_ids`` of pieces."""
+        """Returns ``input_ids``, ``labels`` and ``position_ids`` of pieces that have something to learn."""
         pieces = self._cut(self._texts(rows)) if len(self.columns) == 1 and not self._is_chat else self._fill(rows)
         found: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
-        for piece in pieces:
-            for name, values in zip(found, _columns(piece), strict=True):
+        for columns in map(_columns, pieces):
+            if set(columns[1]) == {NO_LOSS}:
+                # The mean loss of a batch of such pieces is NaN.
+                continue
+            for name, values in zip(found, columns, strict=True):
                 found[name].append(values)
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,13 @@ def readable(path: Any, *, is_loading: bool = False) -> Iterator[None]:
     except errors as error:
         # torch's unpickler advises to trust the file, which must not be repeated.
         is_advice = isinstance(error, pickle.UnpicklingError)
+        refused = re.search(r"Unsupported global: GLOBAL ([\w.]+)", str(error)) if is_advice else None
+        if refused is not None:
+            raise CheckpointError(
+                f"{str(path)!r} holds a {refused[1]}, but only tensors, numbers and text are read from checkpoints: "
+                "leave it out by save_hyperparameters(ignore=[...]) in the module; if you wrote this file yourself, "
+                f"allow it with torch.serialization.add_safe_globals([{refused[1]}])"
+            ) from error
         reason = "not what torch.save writes of tensors and numbers" if is_advice else one_line(error)
         raise CheckpointError(
             f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, or not from Lightning; give "

@@ -153,7 +153,9 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
             # A second time (it is small): a refused checkpoint must not change anything.
             described = super().load_checkpoint(path, state, strict, weights_only=True)
         described.pop(KEY, None)
-        self._resumed_run = described.pop(KEY_OF_RUN, None) or None
+        state_of_run = described.pop(KEY_OF_RUN, None) or None
+        if modules:
+            self._resumed_run = state_of_run
         return described
 
 

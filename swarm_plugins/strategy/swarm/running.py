@@ -36,6 +36,11 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
         self._is_told = False
         self._shown = contextlib.ExitStack()
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forgets what another call has loaded: Lightning restores callbacks for ``test`` and ``validate``, too."""
+        if stage == "fit":
+            self._resumed = None
+
     @property
     def _run(self) -> SharedRun:
         run: SharedRun = self._strategy.shared_run

@@ -6,6 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytorch_lightning.callbacks as standalone
+from lightning.pytorch import callbacks as unified
+
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.strategy.batches import check_batches
 from swarm_plugins.strategy.reading import TrainerStrategyBase
 from swarm_plugins.strategy.swarm.inspection import check_placed, check_trainable
@@ -24,6 +28,13 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+_AVERAGING = (
+    unified.WeightAveraging,
+    unified.StochasticWeightAveraging,
+    standalone.WeightAveraging,
+    standalone.StochasticWeightAveraging,
+)
+
 
 class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
@@ -38,12 +49,22 @@ class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
             self.parallel_class.register(type(self))
 
     def setup_environment(self) -> None:
-        """Joins the swarm with all processes; a run that is trained together is joined when training starts."""
+        """Joins the swarm with all processes; a run that is trained together is joined when training starts.
+
+        Raises:
+            ConfigError: If a callback averages weights.
+        """
+        callbacks: list[Any] = self._module.trainer.callbacks
+        averaging = [type(one).__name__ for one in callbacks if isinstance(one, _AVERAGING)]
+        if averaging and self._module.trainer.state.fn == "fit":
+            raise ConfigError(
+                f"{averaging[0]} averages a copy of the whole module, but with this strategy blocks may be on a swarm, "
+                "and checkpoints hold only what is trained: leave it out, or average the trainable parameters in a "
+                "callback of your own"
+            )
         super().setup_environment()
-        if self.run_id is not None:
-            callbacks: list[Any] = self._module.trainer.callbacks
-            if not any(isinstance(one, RunCallback) for one in callbacks):
-                callbacks.insert(0, RunCallback(self))
+        if self.run_id is not None and not any(isinstance(one, RunCallback) for one in callbacks):
+            callbacks.insert(0, RunCallback(self))
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from swarm_plugins import HubAdapterCallback
@@ -69,3 +70,11 @@ def test_an_adapter_that_is_divided_over_ranks_is_refused_on_each(monkeypatch: p
         run = SimpleNamespace(fast_dev_run=False, is_global_zero=is_first)
         with pytest.raises(ConfigError, match="cannot be published while it trains: leave the callback out"):
             HubAdapterCallback("me/adapter").on_fit_start(run, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_averages_that_are_only_validated_are_refused(order: int) -> None:
+    callback = HubAdapterCallback("me/adapter")
+    run = SimpleNamespace(fast_dev_run=False, callbacks=[callback, EMAWeightAveraging()][::order])
+    with pytest.raises(ConfigError, match="other weights would be published than were measured: leave it out"):
+        callback.on_fit_start(run, nn.Linear(1, 1))

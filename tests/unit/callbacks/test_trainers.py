@@ -141,6 +141,10 @@ def test_lightning_publishes_the_first_best_of_a_training_whatever_was_validated
     best = callback.best
     run.validate(tuner(pl, base_dir), loader(), verbose=False)
     assert callback.best == best
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    callback.best = None
+    run.validate(tuner(pl, base_dir), loader(), ckpt_path=tmp_path / "run.ckpt", verbose=False)
+    assert callback.best is None, "of another training"
 
 
 @pytest.mark.parametrize(("step", "expected"), [(1, SystemExit), (2, RuntimeError)])

@@ -203,6 +203,17 @@ def test_a_run_resumed_before_the_stop_goes_on_to_it(
     assert resumed.num_teacher_forwards == 2
 
 
+def test_a_checkpoint_that_was_only_validated_does_not_set_the_stop(
+    student: PreTrainedModel, teacher_dir: Path, fit: Fit, tmp_path: Path
+) -> None:
+    callback = StagedDistillation(teacher_dir, stop_at=0.5)
+    trainer = fit(Tuner(student), callback)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    trainer.validate(Tuner(student), loader(), ckpt_path=tmp_path / "run.ckpt", verbose=False)
+    fit(Tuner(student), callback, max_steps=2)
+    assert callback.stop_step == 1
+
+
 def test_a_changed_stop_moves_it(
     teacher: PreTrainedModel, teacher_dir: Path, fit: Fit, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

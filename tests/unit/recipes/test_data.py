@@ -205,6 +205,7 @@ def test_a_loss_does_not_depend_on_how_rows_are_put_together() -> None:
         pytest.param({"dataset": "allenai/c4", "streaming": True}, r"no end: .*data\.num_documents", id="endless"),
         pytest.param({"dataset": "{}"}, r"no column 'messages', .*; it has words, label: name .*column", id="columns"),
         pytest.param({"dataset": "{}", "column": "word"}, r"has no column 'word'; it has words, label$", id="column"),
+        pytest.param({"dataset": "{}", "column": "words", "length": 1}, r"length=1 .*nothing to learn", id="length"),
         pytest.param({"dataset": "{}", "split": "test"}, r'Unknown split "test".*\[\'train\', \'val', id="split"),
         pytest.param(
             {"dataset": "{}/train.jsonl", "data_files": "other.jsonl"},

@@ -77,6 +77,12 @@ def test_a_document_ends_once_with_a_tokenizer_that_ends_each_text() -> None:
     assert found["input_ids"] == [[100, 101, 102, 1, 103, 104, 105, 1]]
 
 
+def test_a_piece_with_nothing_to_learn_is_left_out() -> None:
+    found = packed({"text": ["ab", "cd"]}, 2, "text")
+    assert texts(found["input_ids"]) == ["ab", "d|"], "not |c, whose tokens both begin something"
+    assert texts(found["labels"]) == ["_b", "_|"]
+
+
 def test_rows_of_one_document_are_one_text() -> None:
     rows = {"text": ["ab", "cd", "ef"], "document": ["x", "x", "y"]}
     assert packed(rows, 9, "text")["position_ids"] == [[0, 1, 2, 3, 4, 5, 0, 1, 2]]

@@ -49,9 +49,10 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "kind", [SwarmStrategy, FabricSwarmStrategy, ExpertParallelStrategy, FabricExpertParallelStrategy]
-)
+KINDS = [SwarmStrategy, FabricSwarmStrategy, ExpertParallelStrategy, FabricExpertParallelStrategy]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_code_in_a_checkpoint_from_the_web_is_not_run(kind: Any, url: str, tmp_path: Path) -> None:
     assert torch.equal(kind().load_checkpoint(f"{url}/honest.ckpt")["state_dict"]["weight"], torch.ones(2))
     with pytest.raises(CheckpointError, match=r"not what torch\.save writes of tensors and numbers"):
@@ -59,3 +60,11 @@ def test_code_in_a_checkpoint_from_the_web_is_not_run(kind: Any, url: str, tmp_p
     with pytest.raises(ConfigError, match="weights_only=False would run code that the checkpoint holds"):
         kind().load_checkpoint(f"{url}/hostile.ckpt", weights_only=False)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_in_a_checkpoint_is_named(kind: Any, tmp_path: Path) -> None:
+    # As Lightning's save_hyperparameters() puts it there.
+    torch.save({"hyper_parameters": {"folder": tmp_path}}, tmp_path / "own.ckpt")
+    with pytest.raises(CheckpointError, match=r"holds a pathlib\.\w*Path, but .* leave it out by save_hyperparameters"):
+        kind().load_checkpoint(tmp_path / "own.ckpt")

@@ -13,6 +13,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, SwarmConfig, SwarmStrategy
@@ -20,6 +22,7 @@ from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.strategy.swarm import fabric as fabric_strategy
 from swarm_plugins.strategy.swarm import processes
 from swarm_plugins.strategy.swarm.running import RunCallback
+from swarm_plugins.strategy.swarm.state import KEY_OF_RUN
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmPeer"
 STRATEGIES = [pytest.param(SwarmStrategy, id="trainer"), pytest.param(FabricSwarmStrategy, id="fabric")]
@@ -123,6 +126,14 @@ def test_bitsandbytes_is_refused_although_it_calls_itself_32_true() -> None:
         SwarmStrategy().precision_plugin = BitsandbytesPrecision()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(0.1)], ids=lambda one: type(one))
+def test_averages_of_the_whole_module_are_refused(callback: Any) -> None:
+    trainer = Trainer(strategy=SwarmStrategy(), callbacks=[callback], accelerator="cpu", logger=False)
+    with pytest.raises(ConfigError, match=rf"^{type(callback).__name__} averages a copy .* leave it out, or average"):
+        trainer.fit(BoringModel())
+
+
 @pytest.mark.parametrize("cls", STRATEGIES)
 def test_a_malformed_address_is_named(cls: Any) -> None:
     with pytest.raises(ConfigError, match=r"'nowhere' is not a peer address"):
@@ -181,3 +192,14 @@ def test_until_a_run_is_joined_a_checkpoint_keeps_what_was_resumed() -> None:
     callback = RunCallback(SimpleNamespace(shared_run=Mock(state_dict=dict)))  # type: ignore[arg-type]
     callback.load_state_dict(kept)
     assert callback.state_dict() == kept
+    callback.setup(None, None, "fit")
+    assert callback.state_dict() == {}, "what a test or a failed fit has loaded is not for the next one"
+
+
+def test_a_checkpoint_without_the_runs_module_leaves_what_is_resumed(tmp_path: Path) -> None:
+    strategy, module, path = FabricSwarmStrategy(), nn.Linear(1, 1), tmp_path / "other.ckpt"
+    strategy._resumed_run = kept = {"round": 3}
+    for state, place in ((module.state_dict(), module), ({KEY_OF_RUN: {"round": 1}}, None)):
+        torch.save(state, path)
+        strategy.load_checkpoint(path, place)
+        assert strategy._resumed_run == kept
