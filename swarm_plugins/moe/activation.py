@@ -57,6 +57,12 @@ class Activation:
         return [result]
 
 
+def trained_activation(module: Any) -> Sequence[nn.Parameter]:
+    """Returns the activation's own parameters that are trained; hardly any activation has some."""
+    activation = getattr(module, "act_fn", None)
+    return [one for one in activation.parameters() if one.requires_grad] if isinstance(activation, nn.Module) else ()
+
+
 def gated_silu(gate: Tensor, factor: Tensor) -> Tensor:
     """Returns ``silu(gate) * factor``; keeps nothing but these two for the backward pass."""
     if torch.is_grad_enabled() and (gate.requires_grad or factor.requires_grad):

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from swarm_plugins.moe.activation import Activation
+from swarm_plugins.moe.activation import Activation, trained_activation
 from swarm_plugins.moe.dispatch import activate, combine, out_of_autocast
 from swarm_plugins.moe.routing import Chunk, Routing
 from swarm_plugins.weights.kernels.plain import are_few, product_of_few
@@ -51,7 +51,7 @@ def run_table(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     scales = None if module.has_post_expert_norm else top_k_weights
     with out_of_autocast(hidden_states.device):
         if torch.is_grad_enabled():
-            trained = _trained_activation(module)
+            trained = trained_activation(module)
             result: Tensor = _Experts.apply(job, hidden_states, scales, *weights, *trained)  # type: ignore[no-untyped-call]
         else:
             result, _ = _run(job, hidden_states, job.sort(scales), weights, keep=False)
@@ -112,12 +112,6 @@ def _product_dtype(weight: Tensor) -> torch.dtype:
     # Autocast leaves double precision alone.
     is_cast = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else weight.dtype
-
-
-def _trained_activation(module: Any) -> Sequence[nn.Parameter]:
-    """Returns the activation's own parameters that are trained; hardly any activation has some."""
-    activation = getattr(module, "act_fn", None)
-    return [one for one in activation.parameters() if one.requires_grad] if isinstance(activation, nn.Module) else ()
 
 
 def _run(

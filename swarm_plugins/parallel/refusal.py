@@ -140,7 +140,7 @@ def _check_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].numel() == 0:
         raise ConfigError(
             f"the batch of rank {dist.get_rank()} is empty, its shape is {list(inputs[0].shape)}: give the rank a row "
-            "of padding with labels of -100, or stop all ranks at the same step"
+            "of its own, or stop all ranks at the same step"
         )
 
 

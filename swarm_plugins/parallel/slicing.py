@@ -28,6 +28,7 @@ _CUTS: Mapping[str, Placement] = {
     "down_proj": Shard(2),
 }
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+_IS_SUMMED = "swarm_gradient_is_summed"
 
 
 def check_slices(experts: Any, name: str, expert_slices: int) -> None:
@@ -123,14 +124,21 @@ def slice_dense_layers(model: Any, mesh: DeviceMesh) -> None:
     tied = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )
-    plan = _dense_plan(model)
+    plan, modules = _dense_plan(model), dict(model.named_modules())
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != _PARTIAL_GRADIENT})
+
     # transformers 5.23 sums the accumulated gradient in every backward pass, so that earlier ones count twice:
     # tensor_parallel.py, ReplicatedWithGradAllReduce. Each pass's own gradient is summed here.
-    partial = [name for name, style in plan.items() if style == _PARTIAL_GRADIENT]
-    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in partial})
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name in partial:
-            parameter.register_hook(lambda grad: all_reduce(grad, "sum", mesh))
+    def sum_gradients(module: nn.Module, _: Any) -> None:
+        # In the forward: until then, a loader may replace the parameters, and frozen ones may be unfrozen.
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and not hasattr(parameter, _IS_SUMMED):
+                parameter.register_hook(lambda grad: all_reduce(grad, "sum", mesh))
+                setattr(parameter, _IS_SUMMED, True)
+
+    for name, style in plan.items():
+        if style == _PARTIAL_GRADIENT and name in modules:
+            modules[name].register_forward_pre_hook(sum_gradients)
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 

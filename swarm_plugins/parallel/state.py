@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.parallel.agreement import agree, translated
@@ -126,10 +127,19 @@ def scatter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """
     refusal = _mismatch(model, state_dict) if dist.get_rank() == 0 else None
     parallelism = parallelism_of(model)
-    agree("scatter", refusal, own_device(parallelism.batch_mesh.device_type), parallelism.world)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    device = own_device(parallelism.batch_mesh.device_type)
+    agree("scatter", refusal, device, parallelism.world)
     with translated("scattering the state dict"):
-        set_model_state_dict(model, dict(state_dict), options=options)
+        # Not by torch's set_model_state_dict(broadcast_from_rank0=True): it takes every part to be contiguous, which
+        # those of a _StridedShard are not (torch 2.13).
+        for name, own in model.state_dict().items():
+            whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+            if dist.get_rank() == 0:
+                whole.copy_(state_dict[name])
+            dist.broadcast(whole, group=parallelism.world, group_src=0)
+            if isinstance(own, DTensor):
+                whole = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+            own.copy_(whole)
 
 
 def _mismatch(model: nn.Module, state_dict: Mapping[str, Any]) -> CheckpointError | None:

@@ -11,6 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.moe.activation import trained_activation
 from swarm_plugins.remote_experts.experts import RemoteExperts
 
 IMPLEMENTATION = "swarm_remote"
@@ -56,6 +57,8 @@ def turn_into_remote(
     for name, parameter in outline.named_parameters(recurse=False):
         module.register_parameter(name, RemoteWeight.of(parameter.shape, parameter.dtype, device))
     module.__class__ = _remote_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    for parameter in trained_activation(module):
+        parameter.requires_grad_(False)
     module._remote, module._block = experts, block  # type: ignore[assignment]
 
 
@@ -74,6 +77,11 @@ def _check_frozen(module: Any) -> None:
                 f"{name} of remote experts ({type(module).__name__}) is to be trained, but its weights are at other "
                 "peers: freeze it (requires_grad_(False)) and train other weights, or adapters on them"
             )
+    if trained_activation(module):
+        raise UnsupportedError(
+            f"the activation of remote experts ({type(module).__name__}) is to be trained, but gets no gradient: "
+            "freeze it (act_fn.requires_grad_(False)), or load the whole model with transformers"
+        )
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_remote)

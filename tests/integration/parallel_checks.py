@@ -132,9 +132,10 @@ def with_capacity(cases: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
     return found
 
 
-def parallel(family: str = "mixtral", tp: int = 1, **how: Any) -> PreTrainedModel:
+def parallel(family: str = "mixtral", tp: int = 1, *, frozen_first: bool = False, **how: Any) -> PreTrainedModel:
     """A tiny model, distributed; ``tp`` ranks share a batch."""
-    return parallelize(mixture(family), tensor_mesh(tp), timeout_s=30, **how)
+    model = mixture(family).requires_grad_(not frozen_first)
+    return parallelize(model, tensor_mesh(tp), timeout_s=30, **how).requires_grad_(True)
 
 
 def tensor_mesh(tp: int) -> DeviceMesh | None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_checks import loss_of, mixture, own_rows, parallel, relative, tensor_mesh, tokens
+from parallel_checks import compare, loss_of, mixture, own_rows, parallel, relative, tensor_mesh, tokens
 from parallel_failures import said
+from parallel_uses import EXPERT_LORA, with_lora
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DistributedConfig
 
 from swarm_plugins.parallel import (
+    broadcast_parameters,
     gather_state_dict,
     load_parallel,
     parallelize,
@@ -39,10 +41,12 @@ def gathered(cases: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def scattered(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]:
-    """Gathers from one layout, scatters to another with other weights: the differences of the logits."""
+    """Gathers from one layout, scatters to another with other weights and LoRA: the differences of the logits."""
     found = []
     for first, second in pairs:
-        source, target = parallel(**first), parallel(**second)
+        source, target = (with_lora(parallel(**case), 5, **EXPERT_LORA) for case in (first, second))
+        broadcast_parameters(source)
+        broadcast_parameters(target)
         for parameter in target.parameters():
             parameter.data.zero_()
         scatter_state_dict(target, gather_state_dict(source))
@@ -101,8 +105,7 @@ def mismatch() -> str:
 
 
 def loaded_in_parts(checkpoints: list[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, float]]:
-    """For each layout: differences of the logits and of the gathered tensors from the checkpoint loaded as a whole."""
-    rows = tokens(2)
+    """For each layout: differences of a training step and of the gathered tensors from the checkpoint loaded whole."""
     found = []
     for folder, case in [(folder, dict(layout)) for folder, layouts in checkpoints for layout in layouts]:
         right = AutoModelForCausalLM.from_pretrained(folder)
@@ -111,7 +114,7 @@ def loaded_in_parts(checkpoints: list[tuple[str, list[dict[str, Any]]]]) -> list
         assert not model.training
         state = gather_state_dict(model)
         wrong = [name for name, tensor in right.state_dict().items() if state and not torch.equal(state[name], tensor)]
-        found.append({"logits": relative(model(rows).logits, right(rows).logits), "tensors": float(len(wrong))})
+        found.append({"step": max(compare(model, right).values()), "tensors": float(len(wrong))})
     return found
 
 

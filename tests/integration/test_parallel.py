@@ -17,6 +17,7 @@ ANY_WORLD = [
     {"ep_size": 2, "ep_implementation": "hierarchical_all_to_all", "ranks_per_node": 2},
     {"ep_size": 1, "expert_slices": 2},
     {"family": "qwen3_moe", "tp": 2, "ep_size": 2, "ep_implementation": "coordinated_all_to_all"},
+    {"family": "qwen3_moe", "tp": 2, "frozen_first": True},
     {"family": "olmoe", "tp": 2, "ep_size": 1, "expert_slices": 2},
     {"tp": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
     {"family": "prmoe"},

@@ -71,7 +71,8 @@ def test_an_empty_batch_is_an_error_on_every_rank() -> None:
         for first, second in zip(found[::2], found[1::2], strict=True):
             if rank == 1:
                 assert re.match(
-                    r"ConfigError: the batch of rank 1 is empty, its shape is \[0, 6\]: give the rank", first
+                    r"ConfigError: the batch of rank 1 is empty, its shape is \[0, 6\]: give the rank a row of its own",
+                    first,
                 )
             else:
                 assert re.match(

@@ -36,7 +36,8 @@ def test_the_gathered_state_dict_is_that_of_the_model() -> None:
 
 
 def test_a_state_dict_loads_at_another_group_size() -> None:
-    pairs = [({"ep_size": 4}, {"ep_size": [1, 2]}), ({"ep_size": 2, "expert_slices": 2}, {"tp": 2, "ep_size": 4})]
+    sliced = {"ep_size": 2, "expert_slices": 2}
+    pairs = [({"ep_size": 4}, {"ep_size": [1, 2]}), (sliced, {"tp": 2, "ep_size": 4}), ({"ep_size": 4}, sliced)]
     assert max(max(found) for found in run_ranks(4, scattered, pairs)) < 1e-5
 
 
@@ -61,7 +62,7 @@ def test_each_rank_loads_its_part_of_a_checkpoint(tmp_path: Path) -> None:
         mixture(family, tie_word_embeddings=tied).save_pretrained(tmp_path / family)
     layouts = [{"ep_size": [2, 4]}, {"ep_size": 2, "expert_slices": 2}, {"tp": 2}]
     for found in run_ranks(4, loaded_in_parts, [(str(tmp_path / family), layouts) for family in families]):
-        assert all(one["tensors"] == 0 and one["logits"] < 1e-5 for one in found), found
+        assert all(one["tensors"] == 0 and one["step"] < 1e-4 for one in found), found
 
 
 def test_no_rank_ever_holds_the_whole_checkpoint(tmp_path: Path) -> None:

@@ -33,13 +33,18 @@ def expert_format(
 
 
 class PlainFormat:
-    """Experts in a floating type, as the checkpoint has them or cast once when they are read."""
+    """Experts in a floating type; weights as the checkpoint has them or cast once when they are read.
+
+    Biases stay as wide as they are: they are cast to the type of the product that they are added to.
+    """
 
     def __init__(self, stored: BufferLayout, dtype: torch.dtype, *, is_transposed: bool = False) -> None:
         self.stored = stored
         self.computed = stored
-        if any(spec.dtype != dtype for spec in stored.tensors):
-            self.computed = BufferLayout.of([(spec.name, dtype, spec.shape) for spec in stored.tensors])
+        if any(spec.dtype != dtype for spec in stored.tensors if len(spec.shape) == 2):
+            self.computed = BufferLayout.of(
+                [(spec.name, dtype if len(spec.shape) == 2 else spec.dtype, spec.shape) for spec in stored.tensors]
+            )
         self._is_transposed = is_transposed
 
     def check(self, stored: Tensor, key: ExpertKey) -> None:

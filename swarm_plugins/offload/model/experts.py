@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing, combine
+from swarm_plugins.moe.activation import trained_activation
 from swarm_plugins.moe.dispatch import out_of_autocast
 from swarm_plugins.moe.low_rank import adapters_of
 from swarm_plugins.offload.model.gradients import run_weighed, run_with_gradients
@@ -80,6 +81,8 @@ def turn_into_offloaded(module: nn.Module, outline: nn.Module, device: torch.dev
     for name, parameter in outline.named_parameters(recurse=False):
         module.register_parameter(name, OffloadedWeight.of(parameter.shape, parameter.dtype, device))
     module.__class__ = _offloaded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    for parameter in trained_activation(module):
+        parameter.requires_grad_(False)
     module._loans = loans  # type: ignore[assignment]
 
 
@@ -160,6 +163,11 @@ def _check_frozen(module: Any) -> None:
                 "checkpoint: freeze it (requires_grad_(False)) and train an adapter, also on experts, by "
                 f"LoraConfig(target_parameters=['experts.{name}'])"
             )
+    if trained_activation(module):
+        raise UnsupportedError(
+            f"the activation of offloaded experts ({type(module).__name__}) is to be trained, but gets no gradient: "
+            "freeze it (act_fn.requires_grad_(False)), or load the whole model with transformers"
+        )
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_offloaded)

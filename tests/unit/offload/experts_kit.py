@@ -96,11 +96,15 @@ class ListCache:
         """Does nothing."""
 
 
-def pair(*, is_backwards: bool = False, **flags: bool) -> tuple[Any, Any, ListCache]:
+def pair(
+    *, is_backwards: bool = False, activation: nn.Module | None = None, **flags: bool
+) -> tuple[Any, Any, ListCache]:
     """Returns experts with weights, the same offloaded, and the cache of the latter."""
     torch.manual_seed(0)
     plain = family(**flags)(SimpleNamespace(_experts_implementation="grouped_mm"))
     plain.requires_grad_(False)
+    if activation is not None:
+        plain.act_fn = activation
     offloaded = copy.deepcopy(plain)
     cache = ListCache(plain, is_backwards=is_backwards)
     layout = BufferLayout.of([

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM, PreTrainedMod
 from swarm_plugins import load_remote_experts
 from swarm_plugins.client import SwarmConnection
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.remote_experts.module import turn_into_remote
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -71,6 +72,17 @@ def test_training_or_saving_remote_experts_is_refused(model: PreTrainedModel, tm
     model.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"gate_up_proj of remote experts .* is to be trained"):
         model(TOKENS)
+
+
+def test_the_activation_of_remote_experts_is_frozen_and_training_it_is_refused(mixtral: Path) -> None:
+    experts = AutoModelForCausalLM.from_pretrained(mixtral).model.layers[0].mlp.experts
+    outline = copy.deepcopy(experts)
+    experts.act_fn = torch.nn.PReLU()
+    turn_into_remote(experts, outline, torch.device("cpu"), 0, None)
+    assert not experts.act_fn.weight.requires_grad
+    experts.act_fn.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match=r"activation of remote experts .* gets no gradient: freeze it"):
+        experts(torch.zeros(1, 32), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2))
 
 
 def test_an_empty_batch_costs_no_message(model: PreTrainedModel) -> None:

@@ -51,6 +51,16 @@ def test_an_expert_quantized_beforehand_or_as_it_is_read_multiplies_alike(bits: 
     assert float((ready.linear(views, "gate_up_proj", rows) - expected).norm() / expected.norm()) < 0.45
 
 
+def test_biases_stay_exact_where_weights_are_halved() -> None:
+    stored, tensors = expert(PLAIN)
+    form = expert_format(PLAIN, 16, torch.float32, CPU, is_transposed=False)
+    computed = torch.zeros(form.computed.num_bytes, dtype=torch.uint8)
+    form.convert(stored, computed)
+    views = form.computed.views(computed)
+    assert torch.equal(views["gate_up_proj"], tensors["gate_up_proj"].bfloat16())
+    assert torch.equal(form.bias(views, "gate_up_proj", torch.float32), tensors["gate_up_proj_bias"])
+
+
 def test_nothing_is_converted_where_the_disk_holds_what_is_multiplied_with() -> None:
     for bits in (8, 4, NF4, 3, 2):
         ready = QuantizedFormat(PLAIN, bits, torch.device("cuda"))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta
 from swarm_plugins.offload.model.experts import IMPLEMENTATION, adapted, run_offloaded
 
@@ -122,6 +123,15 @@ def test_gradients_are_those_of_the_grouped_implementation(flags: dict[str, bool
         torch.testing.assert_close(offloaded_grad, expected, rtol=ROUNDING, atol=1e-4)
     assert len(cache.asked) == 2
     assert cache.num_open == 0
+
+
+def test_the_activation_of_offloaded_experts_is_frozen_and_training_it_is_refused() -> None:
+    _, offloaded, _ = pair(activation=torch.nn.PReLU())
+    assert not offloaded.act_fn.weight.requires_grad
+    offloaded(*routed(3))
+    offloaded.act_fn.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match=r"activation of offloaded experts .* gets no gradient: freeze it"):
+        offloaded(*routed(3))
 
 
 def delta(parameter: str, sizes: tuple[int, int], rank: int = 2) -> ExpertDelta:
