@@ -7,11 +7,15 @@ safetensors and JSON.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -28,6 +32,8 @@ Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 _FACTS_FILE = "checkpoint.json"
 _RUN_FILE = "run.json"
+_LOCK_FILE = ".lock"
+_REPLACED = "old"
 _RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _GIB = 1 << 30
@@ -104,6 +110,34 @@ class CheckpointStore:
         self._max_bytes = max_bytes_per_owner
         self._clock = clock
         self._in_training: set[str] = set()
+        # A save whose room is checked counts for the next one; a run that ends waits for its last one.
+        self._saving = threading.RLock()
+
+    def start(self) -> None:
+        """Removes what killed processes have left in the folder, unless another process uses it.
+
+        Left are parts of checkpoints, checkpoints that were on their way to be deleted, and runs without any.
+        """
+        with contextlib.suppress(OSError):  # a folder that cannot be locked or written: the first run says so
+            self._root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._root / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            weakref.finalize(self, os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._clean()
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+
+    def _clean(self) -> None:
+        for left in self._root.glob("runs/*/*/.*"):
+            # A checkpoint that was on its way to be replaced goes back, unless its name is taken.
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                facts = msgspec.json.decode((left / _REPLACED / _FACTS_FILE).read_bytes(), type=CheckpointFacts)
+                (left / _REPLACED).rename(left.with_name(facts.name))
+            shutil.rmtree(left, ignore_errors=True)
+        for folder in self._root.glob("runs/*"):
+            if _RUN.fullmatch(folder.name) and not any(self._folders(folder.name)):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def add_run(self, facts: RunFacts) -> None:
         """Notes a run, before its first checkpoint: it is in training until `end_run`.
@@ -160,7 +194,6 @@ class CheckpointStore:
         if self._facts(folder) is not None and not overwrite:
             raise ConfigError(f"the run has {kind}/{name} already: give another name, or overwrite=True")
         adapter_bytes = sum(one.numel() * one.element_size() for one in tuner.parameters.values())
-        self._check_room(run.owner, 3 * adapter_bytes if kind == "weights" else adapter_bytes)  # with both moments
         now = self._clock()
         facts = CheckpointFacts(
             run=run.run,
@@ -171,17 +204,19 @@ class CheckpointStore:
             expires=None if ttl_s is None else now + ttl_s,
             metadata=dict(metadata or {}),
         )
-        with _whole_folder(folder) as part:
-            source = find_adapter(tuner.model)
-            save_peft(source, part, _base_name(source, run), with_embeddings=False)
-            manifest_of(source, event="save", step=tuner.num_steps, metrics={}).write(part)
-            if kind == "weights":
-                save_optimizer(tuner, part)
-            facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
-            (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
-        if self._run(run.run) is None:  # the checkpoint could not be found, and no quota would include it
-            shutil.rmtree(self._folder(run.run), ignore_errors=True)
-            raise CheckpointError(f"{facts.path} was not kept: its run has ended meanwhile")
+        with self._saving:
+            self._check_room(run.owner, 3 * adapter_bytes if kind == "weights" else adapter_bytes)  # with both moments
+            with _whole_folder(folder) as part:
+                source = find_adapter(tuner.model)
+                save_peft(source, part, _base_name(source, run), with_embeddings=False)
+                manifest_of(source, event="save", step=tuner.num_steps, metrics={}).write(part)
+                if kind == "weights":
+                    save_optimizer(tuner, part)
+                facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
+                (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
+            if self._run(run.run) is None:  # the checkpoint could not be found, and no quota would include it
+                shutil.rmtree(self._folder(run.run), ignore_errors=True)
+                raise CheckpointError(f"{facts.path} was not kept: its run has ended meanwhile")
         return facts
 
     def find(self, path: str, owner: str) -> tuple[CheckpointFacts, RunFacts, Path]:
@@ -216,9 +251,10 @@ class CheckpointStore:
 
     def end_run(self, run: str) -> None:
         """Notes that a run is not in training any more, and deletes what is kept of it unless it has checkpoints."""
-        self._in_training.discard(run)
-        if not self.checkpoints(run):
-            shutil.rmtree(self._folder(run), ignore_errors=True)
+        with self._saving:
+            self._in_training.discard(run)
+            if not self.checkpoints(run):
+                shutil.rmtree(self._folder(run), ignore_errors=True)
 
     def folder(self, facts: CheckpointFacts) -> Path:
         """Returns the folder of a checkpoint: an ordinary one of PEFT."""
@@ -278,5 +314,5 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
         part.mkdir()
         yield part
         if folder.exists():
-            folder.rename(Path(parent) / "old")
+            folder.rename(Path(parent) / _REPLACED)
         part.rename(folder)

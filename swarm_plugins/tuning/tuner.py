@@ -100,12 +100,10 @@ class Tuner:
             ConfigError: If there are none, or a call that should have added some has failed.
             NumericError: If they are NaN or infinite; the adapter stays as it is.
         """
-        failure, self._failure = self._failure, ""
-        has_gradients, self._has_gradients = self._has_gradients, False
         try:
-            if failure:
-                raise ConfigError(f"no step: a forward_backward before it failed ({failure[:300]})")
-            if not has_gradients:
+            if self._failure:
+                raise ConfigError(f"no step: a forward_backward before it failed ({self._failure[:300]})")
+            if not self._has_gradients:
                 raise ConfigError("no step: call forward_backward first; the gradients of earlier calls are used up")
             norm = torch.nn.utils.get_total_norm(
                 [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -124,4 +122,9 @@ class Tuner:
             self.num_steps += 1
             return {"grad_norm": float(norm)}
         finally:
-            self.optimizer.zero_grad()
+            self.drop()
+
+    def drop(self) -> None:
+        """Drops the gradients so far, and what is known of missing ones."""
+        self._failure, self._has_gradients = "", False
+        self.optimizer.zero_grad()

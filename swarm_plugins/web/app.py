@@ -83,6 +83,8 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if training is not None:
+            training.start()
         sweeping = asyncio.create_task(_sweep(engine, training))
         try:
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from swarm_plugins.web.engine.text import StopTexts, TextStream
 class Answer:
     """One of the answers."""
 
-    def __init__(self, index: int, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, decode: Callable[[Sequence[int]], str], stop: Sequence[str], before: Sequence[int]
+    ) -> None:
         self.index = index
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
         """Why it has ended; None: it goes on."""
-        self._text = TextStream(decode)
+        self._text = TextStream(decode, before)
         self._stops = StopTexts(stop)
 
     def add(self, token: int, is_end: bool) -> str:
@@ -65,7 +67,7 @@ class Answers(StoppingCriteria):
         recorder: Recorder | None,
     ) -> None:
         self._request = request
-        self._ends = frozenset(ends)
+        self._ends = frozenset(ends).union(_special_stops(request, tokenizer))
         self._emit = emit
         self._recorder = recorder
         skip = not request.keep_special_tokens
@@ -73,7 +75,8 @@ class Answers(StoppingCriteria):
         def decode(tokens: Sequence[int]) -> str:
             return str(tokenizer.decode(list(tokens), skip_special_tokens=skip))
 
-        self._all = [Answer(index, decode, request.stop) for index in range(request.n)]
+        before = request.tokens if request.continues_text else ()
+        self._all = [Answer(index, decode, request.stop, before) for index in range(request.n)]
         self.cancelled = threading.Event()
         """Set from another thread: no answer is wanted any more."""
 
@@ -110,6 +113,14 @@ class Answers(StoppingCriteria):
     @property
     def num_tokens(self) -> int:
         return sum(len(answer.tokens) for answer in self._all)
+
+
+def _special_stops(request: Generation, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    """Yields the special tokens among the stop texts, which do not appear in the text."""
+    if request.stop:
+        for token, one in tokenizer.added_tokens_decoder.items():
+            if one.special and one.content in request.stop:
+                yield token
 
 
 def scored_of(logprobs: Tensor, token: int, top: int) -> Scored:

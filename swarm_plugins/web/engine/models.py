@@ -6,10 +6,11 @@ what a copy adds in memory is its adapter. All that have the base's output layer
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ class Models:
         self._held: dict[str, Any] = {}
         """Those that no request may name."""
         self._lock = threading.Lock()
+        """Of those that requests have named; held for moments."""
+        self._loading = threading.Lock()
 
     @property
     def vocabulary(self) -> int:
@@ -110,6 +113,7 @@ class Models:
 
         Raises:
             ConfigError: If the adapter was made for another version of the base.
+            UnknownModelError: If it was held, and is not any more.
             CheckpointError: If it is not an adapter, does not fit the model, or would change it for others.
             HubError: If the Hub does not have it.
             CapacityError: If there are as many adapters as may be.
@@ -118,21 +122,17 @@ class Models:
             return self._plain
         if adapter in self._adapters:
             return self._adapters[adapter]
-        if adapter in self._held:
-            return self._held[adapter]
-        with self._lock:
-            if adapter not in self._loaded:
-                room = self._max_adapters - len(self._adapters)
-                if room < 1:
-                    raise CapacityError(
-                        f"{len(self._adapters)} adapters are in memory, as many as this server takes: use one of them"
-                    )
-                model = self._with_adapter(adapter)
-                while len(self._loaded) >= room:
-                    self._loaded.popitem(last=False)
-                self._loaded[adapter] = model
-            self._loaded.move_to_end(adapter)
-            return self._loaded[adapter]
+        held = self._held.get(adapter)
+        if held is not None:
+            return held
+        found = self._used(adapter)
+        if found is not None:
+            return found
+        if not _ON_THE_HUB.fullmatch(adapter):
+            raise UnknownModelError(f"{adapter} is not here any more: it made room for newer ones; create it again")
+        with self._loading:
+            found = self._used(adapter)  # another request may have loaded it meanwhile
+            return self._new(adapter) if found is None else found
 
     def add(self, adapter: str) -> None:
         """Loads an adapter that stays; raises like `get`."""
@@ -142,14 +142,49 @@ class Models:
 
     def hold(self, name: str, model: Any) -> None:
         """Takes a model that has an adapter already, under a name that requests do not know; until `release`."""
-        self._held[name] = share_head(model, self._head)
+        self._held[name] = _in_turn(share_head(model, self._head))
 
     def release(self, name: str) -> None:
         """Drops a model that was held. Idempotent."""
         self._held.pop(name, None)
 
+    def _used(self, adapter: str) -> Any | None:
+        """Returns the model with an adapter that a request has named, as the one that was used last."""
+        with self._lock:
+            if adapter in self._loaded:
+                self._loaded.move_to_end(adapter)
+            return self._loaded.get(adapter)
+
+    def _new(self, adapter: str) -> Any:
+        room = self._max_adapters - len(self._adapters)
+        if room < 1:
+            raise CapacityError(
+                f"{len(self._adapters)} adapters are in memory, as many as this server takes: use one of them"
+            )
+        model = self._with_adapter(adapter)
+        with self._lock:
+            while len(self._loaded) >= room:
+                self._loaded.popitem(last=False)
+            self._loaded[adapter] = model
+        return model
+
     def _with_adapter(self, adapter: str) -> Any:
-        return share_head(self._load(twin(self.base), adapter).eval(), self._head)
+        return _in_turn(share_head(self._load(twin(self.base), adapter).eval(), self._head))
+
+
+def _in_turn(model: Any) -> Any:
+    """Lets one thread at a time use an activated LoRA, whose beginning in a text PEFT hooks in for all threads."""
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "alora_invocation_tokens", None):
+        hooked, lock = model._enable_peft_forward_hooks, threading.RLock()
+
+        @contextlib.contextmanager
+        def in_turn(*arguments: Any, **more: Any) -> Iterator[None]:
+            with lock, hooked(*arguments, **more):
+                yield
+
+        model._enable_peft_forward_hooks = in_turn
+    return model
 
 
 def is_prompt_learning(model: Any) -> bool:

@@ -61,6 +61,9 @@ class Generation:
     tenant: str = ""
     """Identifies the API key. A kept cache serves only the tenant whose conversation it belongs to."""
 
+    continues_text: bool = False
+    """Whether the answer goes on with the prompt's text: otherwise a space that it begins with may be left out."""
+
     keep_special_tokens: bool = False
     """Whether special tokens appear in the text: parsers of tool calls look for them."""
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class Run:
         if request.n > 1:
             ids = self._repeated(model, ids)
         cache = self._cache
-        output = model.generate(
+        output = _generate_of(model)(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
@@ -194,6 +194,15 @@ class Run:
                 scored_of(row, token, top) for row, token in zip(logits.float().log_softmax(-1), following, strict=True)
             ]
         return tuple(scored)
+
+
+def _generate_of(model: Any) -> Callable[..., Tensor]:
+    """Returns a model's `generate()`, for several threads at once."""
+    if not is_prompt_learning(model):
+        return cast("Callable[..., Tensor]", model.generate)
+    # PEFT's own takes this method away at its end, also from requests that go on.
+    model.base_model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+    return cast("Callable[..., Tensor]", model.base_model.generate)
 
 
 def check_scored(model: Any, num_tokens: int) -> None:

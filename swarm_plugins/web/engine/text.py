@@ -18,13 +18,17 @@ class TextStream:
 
     The text of a token depends on the tokens before it (spaces, characters of several bytes), so a short window of them
     is decoded with it.
+
+    Args:
+        decode: Returns the text of tokens.
+        before: Tokens of the text that this one goes on with.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._tokens: list[int] = []
+        self._tokens = list(before)
         self._start = 0
-        self._given = 0
+        self._given = len(self._tokens)
 
     def add(self, token: int) -> str:
         """Returns the text that became final with this token."""

@@ -109,6 +109,7 @@ async def _generations(body: CompletionRequest, request: Request, engine: Engine
                 n=answers,
                 logprobs=body.logprobs,
                 score_prompt=bool(body.echo) and body.logprobs is not None,
+                continues_text=True,
                 tenant=tenant,
             )
         )

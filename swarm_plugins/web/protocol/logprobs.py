@@ -60,8 +60,9 @@ def _finite(logprob: float) -> float:
 
 @functools.lru_cache(maxsize=1 << 17)
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Returns the text of one token, special ones too."""
-    return str(tokenizer.decode([token], skip_special_tokens=False))
+    """Returns the text of one token, special ones too, within a text: at the beginning, some lose a space."""
+    once, twice = (str(tokenizer.decode([token] * count, skip_special_tokens=False)) for count in (1, 2))
+    return twice[len(once) :]
 
 
 def _token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:

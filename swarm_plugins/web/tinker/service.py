@@ -44,9 +44,14 @@ class TinkerService:
         self._scores = Scores(models)
         self._groups = Groups(Draws(engine).draw)
 
+    def start(self) -> None:
+        """Removes what killed processes have left in the folder."""
+        self.store.start()
+
     def close(self) -> None:
         """Ends all sessions; checkpoints stay."""
         self.futures.close()
+        self.sessions.end_all()
         self.trainers.close()
         self._scores.close()
         if self.publisher is not None:

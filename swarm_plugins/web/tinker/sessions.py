@@ -159,6 +159,11 @@ class Sessions:
         if self._by_id.pop(session.session_id, None) is not None:
             self._drop(session)
 
+    def end_all(self) -> None:
+        """Ends all sessions."""
+        for session in list(self._by_id.values()):
+            self.end(session)
+
     def end_old(self) -> None:
         """Ends the sessions that were not heard of for too long."""
         oldest = self._clock() - SESSION_S

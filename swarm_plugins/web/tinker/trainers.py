@@ -81,8 +81,8 @@ class Trainers:
         self._passes = Passes(base, self._turns, self._threads)
 
     def close(self) -> None:
-        """Takes no further work; what is under way ends by itself."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Takes no further work; what is under way, or forgotten after it, ends by itself."""
+        self._threads.shutdown(wait=False)
 
     def check_base(self, name: str) -> None:
         """Raises ApiError unless it is this model's name."""
@@ -167,19 +167,21 @@ class Trainers:
     ) -> dict[str, Any]:
         """Answers an optim_step, in its turn."""
         async with self._turn(training, seq_id):
-            if other is not None:
-                raise ConfigError(f"the optimizer {printable(other.type[:100])!r} is not known here: use AdamParams")
-            params = adam_of(settings)
 
             def work() -> dict[str, float]:
+                params = adam_of(settings)
                 began = time.monotonic()
                 found = training.tuner.step(params)
                 training.history.step(training.tuner.num_steps, time.monotonic() - began)
                 return found
 
             try:
+                if other is not None:
+                    name = printable(other.type[:100])
+                    raise ConfigError(f"the optimizer {name!r} is not known here: use AdamParams")
                 metrics = await self._run(training.facts.owner, work)
-            finally:
+            finally:  # also of a step that was refused, whose gradients would be in the next one
+                training.tuner.drop()
                 training.history.drop()
             self.num_steps += 1
             return {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +422,78 @@ def test_a_checkpoint_of_a_run_that_ends_meanwhile_is_not_kept(
     with pytest.raises(CheckpointError, match="was not kept: its run has ended meanwhile"):
         store.save(tuner, facts(), "weights", "a")
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_what_a_killed_process_has_left_goes_at_the_start(base: Any, tmp_path: Path) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    other = RUN.replace("0", "1")
+    for run in (RUN, other):
+        store.add_run(msgspec.structs.replace(facts(), run=run))
+    for name in "ab":
+        store.save(tuner, facts(), "weights", name)
+    folder = tmp_path / "runs" / RUN / "weights"
+    replaced, taken = (folder / f".part-{number}" / "old" for number in "12")
+    for old, name in ((replaced, "a"), (taken, "b")):  # killed before the second rename, and after it
+        shutil.copytree(folder / name, old)
+    shutil.rmtree(folder / "a")
+    (folder / ".part-3" / "new").mkdir(parents=True)
+    (folder / ".gone-4").mkdir()
+    (tmp_path / "runs" / other / "weights" / ".part-5").mkdir(parents=True)
+    CheckpointStore(tmp_path).start()
+    assert [one.run for one in store.runs("")] == [RUN]
+    assert sorted(one.name for one in store.checkpoints(RUN)) == ["a", "b"]
+    assert sorted(one.name for one in folder.iterdir()) == ["a", "b"]
+
+
+def test_what_another_process_is_about_to_save_stays(tmp_path: Path) -> None:
+    used, late = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    used.start()
+    used.add_run(facts())
+    late.start()
+    assert late.runs("")
+    del used
+    CheckpointStore(tmp_path).start()
+    assert late.runs("")  # it may have runs of its own
+    del late
+    last = CheckpointStore(tmp_path)
+    last.start()
+    assert not last.runs("")
+
+
+def test_two_saves_at_once_share_the_room(base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, max_per_owner=1)
+    store.add_run(facts())
+    tuners = [Tuner(new_lora(base, rank=2, seed=0)) for _ in range(2)]
+    checked, check = threading.Barrier(2), store._check_room
+
+    def both(owner: str, num_bytes: int) -> None:
+        check(owner, num_bytes)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            checked.wait(0.1)  # until both are checked, if they can be
+
+    monkeypatch.setattr(store, "_check_room", both)
+    with ThreadPoolExecutor(2) as threads:
+        saves = [
+            threads.submit(store.save, tuner, facts(), "weights", name)
+            for tuner, name in zip(tuners, "ab", strict=True)
+        ]
+    assert sorted(type(save.exception()).__name__ for save in saves) == ["CapacityError", "NoneType"]
+
+
+def test_a_run_that_ends_waits_for_its_last_checkpoint(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    with ThreadPoolExecutor(1) as threads:
+
+        def check(owner: str, num_bytes: int) -> None:
+            wait([threads.submit(store.end_run, RUN)], 0.1)  # until it has ended, if it can
+
+        monkeypatch.setattr(store, "_check_room", check)
+        saved = store.save(tuner, facts(), "weights", "a")
+    assert store.checkpoints(RUN) == [saved]
+    assert store.runs("")
 
 
 def test_the_optimizer_goes_on_where_the_parameters_are(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import asyncio
 import copy
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from web_kit import MESSAGES, client_of, expected, served
@@ -24,9 +24,10 @@ from swarm_plugins.talk.sampling import Sampling
 from swarm_plugins.testing import save_tiny
 from swarm_plugins.web import ApiSettings, create_app
 from swarm_plugins.web import app as app_module
+from swarm_plugins.web.engine.answers import Answers
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import Models, UnknownModelError, twin
-from swarm_plugins.web.engine.request import Done, Generation
+from swarm_plugins.web.engine.request import Done, Finished, Generation
 from swarm_plugins.web.protocol.errors import api_error
 
 
@@ -62,6 +63,77 @@ def test_adapters_answer_at_the_same_time_each_as_it_does_alone(
 
         with ThreadPoolExecutor(9) as threads:
             assert list(threads.map(ask, names * 3)) == alone * 3
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("config", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+def test_virtual_tokens_stay_while_another_request_with_them_ends(
+    tiny: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, config: Any
+) -> None:
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    tuned: Any = get_peft_model(base, config(task_type="CAUSAL_LM", num_virtual_tokens=8)).eval()
+    for weight in tuned.prompt_encoder.parameters():
+        torch.nn.init.normal_(weight)
+    models = Models(base, "tiny", lambda *_: tuned)
+    models.add("user/virtual")
+    ids = tokenizer("once upon a time", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        alone = tuned.generate(input_ids=ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    count, begun, going_on = Answers.__call__, threading.Event(), threading.Event()
+
+    def held(answers: Answers, *arguments: Any, **more: Any) -> Any:
+        if answers._request.max_new_tokens == 16 and not begun.is_set():
+            begun.set()
+            assert going_on.wait(60)
+        return count(answers, *arguments, **more)
+
+    monkeypatch.setattr(Answers, "__call__", held)
+
+    async def drawn(engine: Engine, new_tokens: int) -> tuple[int, ...]:
+        asked = Generation(
+            tokens=tuple(ids[0].tolist()),
+            max_new_tokens=new_tokens,
+            sampling=Sampling(temperature=0.0),
+            never_ends=True,
+            adapter="user/virtual",
+        )
+        (found,) = [one.tokens async for one in engine.generate(asked) if isinstance(one, Finished)]
+        return found
+
+    async def both() -> tuple[int, ...]:
+        engine = Engine(models, tokenizer, ApiSettings())
+        long = asyncio.create_task(drawn(engine, 16))
+        try:
+            assert await asyncio.to_thread(begun.wait, 60)
+            await drawn(engine, 1)
+        finally:
+            going_on.set()
+        found = await long
+        engine.close()
+        return found
+
+    assert asyncio.run(both()) == tuple(alone[0, ids.shape[1] :].tolist())
+
+
+def test_an_activated_lora_begins_where_each_request_activates_it(tiny: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    config = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM")
+    tuned = get_peft_model(twin(base), config).eval()
+    models = Models(base, "tiny", lambda *_: tuned)
+    models.add("user/activated")
+    seen: list[Any] = []
+    tuned.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").register_forward_hook(
+        lambda layer, inputs, hooked, output: seen.append(hooked["alora_offsets"]), with_kwargs=True
+    )
+
+    def score(*tokens: int) -> None:
+        models.get("user/activated")(input_ids=torch.tensor([tokens]))
+
+    with ThreadPoolExecutor(1) as threads, tuned._enable_peft_forward_hooks(alora_offsets=[3]):
+        wait([threads.submit(score, 7, 5, 6)], 0.1)  # until it has ended, if it can
+        tuned.base_model(input_ids=torch.tensor([[5, 6, 7]]))
+        assert seen == [[3]]
 
 
 def test_an_adapter_brings_a_module_between_blocks(model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -114,6 +186,10 @@ def test_requests_load_adapters_of_the_hub_only_and_bad_ones_are_refused(model: 
     models.get("user/third")  # in place of the one that was used least recently
     assert models.adapters == ["user/good@v1", "user/third"]
     assert asked == ["user/strange", "user/good@v1", "user/more", "user/third"]
+    models.hold("abc:sample:0", twin(model))
+    models.release("abc:sample:0")
+    with pytest.raises(UnknownModelError, match="abc:sample:0 is not here any more: it made room for newer ones"):
+        models.get("abc:sample:0")
 
 
 def test_only_what_is_in_memory_is_listed(model: Any, tokenizer: Any, adapters: list[str]) -> None:
@@ -236,10 +312,12 @@ def test_tensors_of_the_base_in_an_adapter_are_not_loaded(
 def test_an_adapter_that_is_slow_to_load_keeps_nobody_else_waiting(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
+    loading, go = threading.Event(), threading.Event()
 
-    def load(copied: Any, *_: Any, **__: Any) -> Any:
-        assert go.wait(60)
+    def load(copied: Any, adapter: str, *_: Any, **__: Any) -> Any:
+        if "slow" in adapter:
+            loading.set()
+            assert go.wait(60)
         return copied
 
     monkeypatch.setattr(app_module, "load_adapter", load)
@@ -254,9 +332,12 @@ def test_an_adapter_that_is_slow_to_load_keeps_nobody_else_waiting(
             answer = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=4)
             return answer.choices[0].message.content
 
+        expected = ask("tiny:user/fast")
         slow = [threads.submit(ask, f"tiny:user/slow-{number}") for number in range(3)]
         try:
-            expected = ask("tiny")
+            assert loading.wait(60)
+            # Base and adapter in memory, as often as requests may run.
+            assert [ask(name) for name in ("tiny", "tiny:user/fast", "tiny:user/fast")] == [expected] * 3
         finally:
             go.set()
         assert [one.result(60) for one in slow] == [expected] * 3

@@ -6,6 +6,9 @@ from typing import Any
 
 import openai
 import pytest
+from web_kit import client_of, sentence_piece_tokenizer, served
+
+from swarm_plugins.web import create_app
 
 
 @pytest.fixture
@@ -62,3 +65,27 @@ def test_a_prompt_as_long_as_the_context_can_be_scored_and_no_longer_one(client:
         with pytest.raises(openai.BadRequestError, match="the model reads 512 tokens") as caught:
             client.completions.create(prompt=prompt, **more)
         assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_completion_goes_on_with_the_text_of_the_prompt(model: Any) -> None:
+    tokenizer = sentence_piece_tokenizer()
+    prompt = [1, 3, 4]  # "Paris is"
+    with served(create_app(model, tokenizer, name="tiny")) as url, client_of(url) as client:
+        for token in (3, 5, 6):
+            wanted: dict[str, Any] = {"model": "tiny", "prompt": prompt, "logit_bias": {str(token): 100}}
+            wanted |= {"max_tokens": 2, "temperature": 0, "logprobs": 0}
+            whole = client.completions.create(**wanted).choices[0]
+            assert "Paris is" + whole.text == tokenizer.decode([*prompt, token, token], skip_special_tokens=True)
+            assert whole.logprobs is not None
+            assert "".join(whole.logprobs.tokens or []) == whole.text
+            assert whole.logprobs.text_offset == [0, len(whole.text) // 2]
+            streamed = client.completions.create(**wanted, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in streamed) == whole.text
+
+
+@pytest.mark.parametrize("stop", ["<s>", ["x", "<s>"]])
+def test_a_special_token_may_be_a_stop_text(client: openai.OpenAI, prompt: str, stop: Any) -> None:
+    found = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, logit_bias={"1": 100}, stop=stop)
+    assert (found.choices[0].finish_reason, found.choices[0].text) == ("stop", "")
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 1

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
+from web_kit import sentence_piece_tokenizer
 
 from swarm_plugins.web.engine.request import Scored
 from swarm_plugins.web.protocol.logprobs import chat_logprobs, text_logprobs
@@ -49,6 +50,18 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: PreTrainedTokenize
     content = chat_logprobs(tokenizer, scored)["content"]
     assert bytes(byte for one in content for byte in one["bytes"]).decode() == TEXT
     assert all(one["top_logprobs"][0]["bytes"] == one["bytes"] for one in content)
+
+
+def test_tokens_have_the_spaces_that_they_have_within_a_text() -> None:
+    tokenizer = sentence_piece_tokenizer()
+    tokens = tokenizer.convert_tokens_to_ids(
+        ["\u2581Paris", "\u2581is", "Paris", "\u2581" * 4, "return", "\u2581", "x"]
+    )
+    content = chat_logprobs(tokenizer, [Scored(token, -1.0) for token in tokens])["content"]
+    said = bytes(byte for one in content for byte in one["bytes"]).decode()
+    assert said == " Paris isParis    return x"
+    [top] = text_logprobs(tokenizer, [Scored(3, -0.1, ((3, -0.1), (5, -3.0)))])["top_logprobs"]
+    assert top == {" Paris": -0.1, "Paris": -3.0}
 
 
 def test_of_tokens_with_one_text_the_likeliest_is_named(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -463,6 +463,20 @@ def test_what_cannot_be_is_said_at_once(url: str, client: Any) -> None:
     assert training.optim_step(types.AdamParams()).result()
 
 
+def test_a_refused_step_leaves_nothing_for_the_next(url: str, client: Any) -> None:
+    norms = []
+    for rate in (-1e-9, 0.0):
+        training = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+        training.forward_backward([datum(TEXTS[0], reward=[9.0])], "cross_entropy").result()
+        refused = error_of(training.optim_step(types.AdamParams(learning_rate=rate)))
+        assert refused.count("learning_rate must be a finite number") == (rate < 0)
+        training.forward_backward([datum(TEXTS[1], reward=[1.0])], "cross_entropy").result()
+        norms.append(training.optim_step(types.AdamParams()).result().metrics["grad_norm:mean"])
+    assert norms[0] == norms[1]
+    runs = httpx2.get(f"{url}/api/v1/progress", headers={"X-API-Key": KEYS[0]}).json()["runs"]
+    assert [[one["reward"] for one in run["points"]] for run in runs] == [[9.0, 1.0], [1.0]]
+
+
 def test_weights_that_this_server_does_not_make_are_refused_in_their_turn(client: Any) -> None:
     training = client.create_lora_training_client(base_model=NAME, rank=2).result()
     with pytest.raises(tinker.RequestFailedError, match="weights are not encrypted here: leave out age_encryption_rec"):

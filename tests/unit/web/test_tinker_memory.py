@@ -231,5 +231,29 @@ def test_a_model_whose_session_ends_while_it_is_made_leaves_nothing(
         del training
 
 
+def test_a_server_that_stops_forgets_runs_without_checkpoints(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, end_run = threading.Event(), CheckpointStore.end_run
+
+    def end(store: CheckpointStore, run: str) -> None:
+        end_run(store, run)
+        ended.set()
+
+    monkeypatch.setattr(CheckpointStore, "end_run", end)
+    left = tmp_path / "runs" / f"{'0' * 32}:train:0"
+    left.mkdir(parents=True)
+    with serving(tiny_model, tokenizer, tmp_path) as url:
+        assert not left.exists()
+        with httpx2.Client(base_url=f"{url}{PREFIX}", headers={"X-API-Key": KEYS[0]}, timeout=120) as http:
+            session = http.post("/create_session", json={}).json()["session_id"]
+            body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 1}}
+            created = http.post("/create_model", json=body).json()["request_id"]
+            run = http.post("/retrieve_future", json={"request_id": created}).json()["model_id"]
+        assert (tmp_path / "runs" / run).exists()
+    assert ended.wait(60)
+    assert not list((tmp_path / "runs").iterdir())
+
+
 async def _swept(sessions: Sessions) -> None:
     sessions.end_old()

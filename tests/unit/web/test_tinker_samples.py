@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.engine.models import Models
 from swarm_plugins.web.engine.request import Finished, Generation, Scored
+from swarm_plugins.web.settings import ApiSettings
 from swarm_plugins.web.tinker.bodies import CreateModel, Sample
 from swarm_plugins.web.tinker.groups import Drawn
 from swarm_plugins.web.tinker.messages import parsed
@@ -72,6 +75,16 @@ def test_scores_of_the_last_tokens_of_a_prompt(count: int | None, num_known: int
     top = np.frombuffer(found.topk_prompt_logprobs.logprobs, "<f4").reshape(4, 2)
     assert (~np.isnan(logprobs)).tolist() == [False] * (4 - num_known) + [True] * num_known
     assert top.tolist() == [[-99999.0] * 2] * (4 - num_known) + [[-0.5, -1.0]] * num_known
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_special_token_may_be_a_stop_text(model: Any, tokenizer: Any) -> None:
+    engine = Engine(Models(model, "tiny", lambda *_: None), tokenizer, ApiSettings())
+    drawn = await Draws(engine).draw(replace(generation("<s>"), max_new_tokens=4, logit_bias={1: 100.0}))
+    engine.close()
+    # What ends an answer is part of it.
+    assert [end for end, _ in drawn.samples] == [Finished(0, "stop", (1,))]
 
 
 @pytest.mark.anyio

@@ -15,7 +15,7 @@ import uvicorn
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -38,6 +38,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
     wrapped.chat_template = TEMPLATE
     return wrapped
+
+
+def sentence_piece_tokenizer() -> Any:
+    """A tokenizer whose words begin with their spaces; at the beginning of a text, one is left out."""
+    tokens = ["<unk>", "<s>", "</s>", "\u2581Paris", "\u2581is", "Paris", "\u2581" * 4, "return", "\u2581", "x"]
+    return LlamaTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[])
 
 
 @contextlib.contextmanager
