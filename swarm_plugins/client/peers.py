@@ -188,6 +188,8 @@ class Peers:
             sign_s = rules.sign_of_life_s + 2 * sent_bytes / rules.slow_link_bytes_per_s
             try:
                 await self.info(peer, limit_s=min(sign_s, max(left_s, rules.sign_of_life_s)))
+            except (RemoteError, CapacityError):
+                pass  # a failure is an answer too
             except SwarmError as exc:
                 with contextlib.suppress(RequestTimeoutError):
                     # It may have come meanwhile.

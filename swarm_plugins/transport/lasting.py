@@ -18,7 +18,7 @@ from swarm_plugins.transport.server_info import ServerInfo
 log = logging.getLogger(__name__)
 
 _MAX_RETIRED = 2
-"""Replaced nodes that are kept while streams are open in them."""
+"""Replaced nodes that are kept while they are in use."""
 
 
 class LastingNode:
@@ -92,9 +92,18 @@ class LastingNode:
         if not node.is_alive:
             await self._close_unused()
 
+    @property
+    def _in_use(self) -> list[SwarmNode]:
+        return [node for node in self._retired if node.is_alive and node.num_opened]
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the next replacement would cost streams of an earlier node."""
+        return len(self._in_use) >= _MAX_RETIRED
+
     async def _close_unused(self) -> None:
         """Closes replaced nodes, unless requests and sessions with peers that they still reach go on."""
-        keep = [node for node in self._retired if node.is_alive and node.num_opened][-_MAX_RETIRED:]
+        keep = self._in_use[-_MAX_RETIRED:]
         for node in [one for one in self._retired if one not in keep]:
             await _close(node)
             # Not before: what is interrupted here is closed with all others.

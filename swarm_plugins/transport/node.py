@@ -73,7 +73,8 @@ class SwarmNode:
         self._daemon: Daemon | None = None
         self._dht: SwarmDHT | StaticPeers | None = None
         self._keepers: list[asyncio.Task[None]] = []
-        self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
+        self._opened: weakref.WeakKeyDictionary[FrameStream, str] = weakref.WeakKeyDictionary()
+        """The rpc of each stream that this node has opened."""
 
     async def start(self) -> None:
         """Starts the daemon and joins the swarm.
@@ -214,7 +215,9 @@ class SwarmNode:
 
     @property
     def num_opened(self) -> int:
-        return sum(not stream.is_closed for stream in self._opened)
+        """Streams of sessions and of requests under way; clients keep others for later requests, and open new ones."""
+        streams = [(stream, rpc) for stream, rpc in self._opened.items() if not stream.is_over]
+        return sum(rpc == "rpc_session" or not stream.is_answered for stream, rpc in streams)
 
     @property
     def num_streams(self) -> int:
@@ -258,7 +261,7 @@ class SwarmNode:
             ledger=self._answers,
             counts=self.counts,
         )
-        self._opened.add(channel)
+        self._opened[channel] = rpc
         return channel
 
     @property

@@ -89,6 +89,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self._error: TransportError | None = None
         self._has_ended = False
         self.is_closed = False
+        self.is_answered = False
+        """Whether a message was received after the last one that was sent."""
         self._is_parting = False
         self.received_bytes = 0
         self.waits_since = math.inf
@@ -160,6 +162,11 @@ class FrameStream(asyncio.BufferedProtocol):
 
     # -- called by its users -----------------------------------------------------------------------------------
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it carries no more messages."""
+        return self.is_closed or self._has_ended or self._error is not None
+
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         if self._allowances is not None:
             self._allowances.asked(message)
@@ -185,6 +192,7 @@ class FrameStream(asyncio.BufferedProtocol):
             RequestTimeoutError: If the other end accepts no byte for `SEND_STALL_TIMEOUT_S`, or only a trickle.
         """
         transport = self._check_usable()
+        self.is_answered = False
         num_bytes = sum(len(part) for part in parts)
         if num_bytes <= _JOIN_BYTES:
             parts = [b"".join(parts)]  # one system call, one packet
@@ -213,6 +221,7 @@ class FrameStream(asyncio.BufferedProtocol):
         await self.wait(timeout_s)
         if self._frames:
             frame = self._frames.popleft()
+            self.is_answered = True
             self._go_on()
             if isinstance(frame, CapacityError):
                 raise frame

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_is_ending = threading.Event()
+# Before the interpreter runs `atexit`, it waits for all jobs of executors: only this hook comes before that.
+threading._register_atexit(_is_ending.set)  # type: ignore[attr-defined]
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -100,6 +104,7 @@ def _in_thread(
     async def run(self: LocalBlocks, /, *args: P.args, **kwargs: P.kwargs) -> T:
         def locked() -> T:
             with self._lock:
+                _check_not_ending()
                 return work(self, *args, **kwargs)
 
         try:
@@ -110,6 +115,12 @@ def _in_thread(
             raise UncheckableError(f"blocks cannot be run here: {one_line(exc)}") from exc
 
     return run
+
+
+def _check_not_ending() -> None:
+    """Raises UncheckableError once the main thread has ended: the program is not to wait for its checks."""
+    if _is_ending.is_set():
+        raise UncheckableError("this program is ending")
 
 
 class SessionCaches:
@@ -219,6 +230,7 @@ class LocalBlocks:
         return tied_blocks(config)
 
     def _span(self, piece: range, kind: Kind) -> Span:
+        _check_not_ending()
         key = (piece, kind)
         if key not in self._spans:
             # Late: a client that checks nothing does not load what runs blocks.

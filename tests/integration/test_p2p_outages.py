@@ -103,6 +103,9 @@ async def test_a_client_sees_a_server_again_that_was_restarted(tmp_path: Path) -
         network = LastingNetwork(SwarmNode(NodeConfig(initial_peers=peers, host_maddrs=())))
         await network.start()
         assert await sees(network, server.peer_id)
+        # A living node, too, is replaced by one that knows others as soon as it has started.
+        before = await network.node()
+        assert await network._instead_of(before, CURE_S) is not before
     try:
         # Calls in vain, after each of which libp2p waits longer.
         for _ in range(5):

@@ -38,7 +38,7 @@ _PATIENCE_S = 4.5
 _BUSY_PAUSE_S = 1.0
 """Before servers whose queue was full are asked again."""
 _MOST_EXCUSED = 64
-"""Servers of one call whose first failure does not count while others have not been asked; as many are known."""
+"""Servers of one call whose first failure does not count; as many are known."""
 _HELP_S = 60.0
 """Patience while a server announces that it is loading the missing blocks."""
 
@@ -90,8 +90,8 @@ class Retries:
         ``moment`` at which this one was made.
 
         Identities cost nothing: any number of servers that fail, or refuse the request itself, must not end a call that
-        another one would carry out. So the first failure of a server does not count while there is one that has not
-        failed, and a refusal is believed only if none is left.
+        another one would carry out. Streams to all servers may end at once, with this client's own node. So the first
+        failure of a server does not count, and a refusal is believed only if no server is left.
         """
         may_do_better = isinstance(error, TransportError | CapacityError)
         if may_do_better and since is not None and self.has_failed(peer, since):
@@ -111,11 +111,11 @@ class Retries:
         if is_busy:
             remark = "it may be asked again"
         elif is_excused:
-            remark = "another one can do its part"
+            remark = "its first failure does not count"
         log.warning("server %s failed (%s): %s", peer, remark, error)
-        self._leave_out(peer, error)
+        self.leave_out(peer, error)
 
-    def _leave_out(self, peer: str, error: SwarmError) -> None:
+    def leave_out(self, peer: str, error: SwarmError) -> None:
         """Excludes a server for as long as its error suggests."""
         if isinstance(error, RefusedError):
             self.refusals[peer] = error
@@ -143,13 +143,7 @@ class Retries:
         return time.monotonic() - self._progress_at > self.view.config.request_timeout_s
 
     def _is_excused(self, peer: str) -> bool:
-        return (
-            self.limit > 0
-            and peer not in self._failed
-            and len(self._failed) < _MOST_EXCUSED
-            and not self._is_late
-            and self.view.has_other(peer, self._failed)
-        )
+        return self.limit > 0 and peer not in self._failed and len(self._failed) < _MOST_EXCUSED and not self._is_late
 
     def progressed(self) -> None:
         """Notes that a part of the call is done: the time to wait for lost servers starts anew."""

@@ -45,6 +45,8 @@ class LastingNetwork(LastingNode):
         try:
             return await node.open(peer, rpc, timeout_s=timeout_s)
         except BackoffError:
+            if self.is_crowded:
+                raise
             newer = await self._instead_of(node, timeout_s)
             if newer is node:
                 raise

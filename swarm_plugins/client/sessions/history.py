@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import CacheOp, SpanInputs, have_jumps
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, have_jumps
 
 
 class History:
@@ -25,6 +25,8 @@ class History:
         """The steps sent so far, with their positions."""
         self.length = self._prefix_length
         """Cached tokens per row. A running count: summing the steps at every token would make decoding quadratic."""
+        self.digests: dict[LoadedAdapter, str] = {}
+        """What the server knows each adapter's part by, at the first step with it."""
 
     @property
     def _prefix_length(self) -> int:
@@ -40,11 +42,13 @@ class History:
     def copy(self) -> History:
         """Returns an independent record (the tensors are shared: they are never changed in place)."""
         other = History(self.prefix)
-        other.steps, other.length = list(self.steps), self.length
+        other.steps, other.length, other.digests = list(self.steps), self.length, dict(self.digests)
         return other
 
-    def append(self, inputs: SpanInputs) -> None:
-        """Appends a step that has run."""
+    def append(self, inputs: SpanInputs, digests: Sequence[str] = ()) -> None:
+        """Appends a step that has run, its adapters known by these ``digests``."""
+        for adapter, digest in zip(inputs.adapters.adapters, digests, strict=False):
+            self.digests.setdefault(adapter, digest)
         end = self.length + inputs.hidden.shape[1]
         positions = inputs.position_ids
         if positions is None:
@@ -72,6 +76,8 @@ class History:
             self._take_rows(torch.arange(self.batch_size).repeat_interleave(op.indices[0]))
         else:
             self._take_rows(torch.tensor(op.indices, dtype=torch.long))
+        if not self.steps:
+            self.digests = {}
 
     def _take_rows(self, rows: Tensor) -> None:
         self.prefix = tuple(tensor[rows] for tensor in self.prefix)

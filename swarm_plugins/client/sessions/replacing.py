@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from swarm_plugins.block_io import AdapterUse
+from swarm_plugins.client.calls.retries import ChainRetries
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.client.sessions.span import SpanSession
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import SwarmError, UnsupportedError
 from swarm_plugins.routing import Demand, SpanChoice
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.calls.retries import ChainRetries
     from swarm_plugins.client.servers import Servers
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,16 @@ async def planned(
 
 
 async def moved(servers: Servers, lost: SpanSession, demand: Demand, retries: ChainRetries) -> list[SpanSession]:
-    """Replays a lost server's history on others."""
+    """Replays a lost server's history on others.
+
+    Raises:
+        UnsupportedError: If an adapter is not what it was in the lost session.
+    """
+    if _is_outdated(servers, lost):
+        raise UnsupportedError(
+            f"the session on server {lost.peer} is lost, and one of its adapters has changed since its first step: "
+            "no server can rebuild its cache; start with a new cache after each change of an adapter"
+        )
     while True:
         parts = await planned(servers, lost.blocks, demand, lost.history, retries)
         failure = await _replay(servers, parts, lost.history)
@@ -44,13 +54,15 @@ async def faster(
     sender, receiver = neighbors(spans, current)
     demand = Demand(tokens=rows, kv_tokens=rows * (length + 1), kv_rows=rows, sender=sender, receiver=receiver)
     found = view.alternative(current.blocks, demand, Demand(tokens=rows * length), without={current.peer})
-    if found is None or not current.times.is_move_worth(found.step_s, found.replay_s):
+    is_worth = found is not None and current.times.is_move_worth(found.step_s, found.replay_s)
+    if found is None or not is_worth or _is_outdated(servers, current):
         return None
     log.info("server %s has become slow: its session moves to %s", current.peer, found.chain)
     parts = _parts(servers, found.chain, current.blocks, current.history)
     failure = await _replay(servers, parts, current.history)
     if failure is not None:
-        view.ban(*failure)
+        # As in a call of its own: a server without room for this session is in order.
+        ChainRetries(view).leave_out(*failure)
         current.times.postpone()
         return None
     await current.close()
@@ -62,6 +74,13 @@ def neighbors(spans: Sequence[SpanSession], current: SpanSession) -> tuple[str, 
     peers = ["", *(span.peer for span in spans), ""]
     position = spans.index(current)
     return peers[position], peers[position + 2]
+
+
+def _is_outdated(servers: Servers, session: SpanSession) -> bool:
+    """Returns whether an adapter has changed since the session's steps, so that a replay would give another cache."""
+    known = session.history.digests
+    now = servers.digests.part(AdapterUse(adapters=tuple(known)), session.blocks)
+    return now.digests != tuple(known.values())
 
 
 async def _replay(servers: Servers, parts: Sequence[SpanSession], history: History) -> tuple[str, SwarmError] | None:

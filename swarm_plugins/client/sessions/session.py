@@ -34,7 +34,8 @@ class ClientSession:
     def __init__(self, servers: Servers, *, blocks: range, prefix: Sequence[Tensor] = ()) -> None:
         self.servers = servers
         self.blocks = blocks
-        self.prefix = tuple(tensor.detach() for tensor in prefix)
+        # A copy, as of each step: its owner may change it before it is replayed.
+        self.prefix = tuple(tensor.detach().clone() for tensor in prefix)
         """Keys and values the cache starts with, K then V for each block."""
         self._spans: list[SpanSession] = []
         self._running: asyncio.Task[Any] | None = None
@@ -64,6 +65,7 @@ class ClientSession:
             # It would open sessions that nothing closes.
             raise SwarmError("this session is closed: start with a new cache")
         self._apply(ops)
+        inputs = inputs.map(lambda tensor: tensor.detach().clone())
         retries = ChainRetries(self.servers.view)
         if not self._spans:
             rows, tokens = inputs.hidden.shape[:2]

@@ -14,6 +14,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, join_outputs, page_size
+from swarm_plugins.book.record import Forgiven
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.client.sessions.history import History
@@ -212,6 +213,7 @@ class SpanSession:
     async def ask(self, call: StepCall) -> SpanOutputs:
         """Makes one step."""
         response = (await self._servers.caller.ask(call, self.peer)).response
+        self._servers.peers.book.observe(self.peer, Forgiven())
         if call.inputs.collect_hidden and not call.inputs.collects_inner:
             # Something in the place of what was not asked for, so that the others keep theirs along the chain.
             filler = (response.hidden,) * (len(self.blocks) - 1)
@@ -240,7 +242,7 @@ class SpanSession:
         else:
             self.sent = None
         self.unsent_ops = []
-        self.history.append(inputs)
+        self.history.append(inputs, request.adapters)
 
 
 class StepCall(Call[SessionStep, SessionStepResponse]):

@@ -108,8 +108,12 @@ class Neighbors:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await connect_peer(self._socket_path, peer.to_base58(), [] if place is None else [place])
-                if await self._dht.protocol.call_ping(peer, strict=False) is None:
+                protocol = self._dht.protocol
+                node_id = await protocol.call_ping(peer, strict=False)
+                if node_id is None:
                     return False
+                # hivemind enters it in a task of its own, perhaps after the caller has found the table empty.
+                await protocol.update_routing_table(node_id, peer)
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
             log.debug("peer %s is still lost: %s", peer, exc)
             return False

@@ -21,11 +21,11 @@ from swarm_plugins.routing.chain import SpanChoice
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.local import LocalRoutes
-from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse
+from swarm_plugins.transport.messages import Failure, FailureKind, ForwardRequest, ForwardResponse, Message
 
 
-async def ask(num_tokens: int, *, sign_s: float) -> ForwardResponse:
-    """Returns the answer of a server that takes 12 s, and meanwhile ``sign_s`` to say that it is at work."""
+async def ask(num_tokens: int, *, sign_s: float, sign: Message | None = None) -> ForwardResponse:
+    """Returns the answer of a server that takes 12 s, and meanwhile ``sign_s`` to say that it is at work, or this."""
 
     async def handle(channel: Channel) -> None:
         while (message := await channel.receive(timeout_s=60.0)) is not None:
@@ -34,7 +34,7 @@ async def ask(num_tokens: int, *, sign_s: float) -> ForwardResponse:
                 await channel.send(ForwardResponse(hidden=message.hidden))
             else:
                 await asyncio.sleep(sign_s)
-                await channel.send(server_info(0, 1, 1))
+                await channel.send(sign or server_info(0, 1, 1))
 
     transport = LocalTransport({"a": dict.fromkeys(("rpc_info", "rpc_forward"), handle)})
     peers = Peers(transport, SwarmConfig())
@@ -55,6 +55,12 @@ def test_a_sign_of_life_behind_a_large_request_is_waited_for() -> None:
 def test_one_behind_a_small_request_is_not() -> None:
     with pytest.raises(RequestTimeoutError, match=r"it is not at work: .* what it serves within 2\.\d+ s"):
         virtual_time.run(ask(1, sign_s=6.0), timeout_s=60)
+
+
+@pytest.mark.parametrize("kind", ["overloaded", "out_of_memory"])
+def test_a_refused_question_is_a_sign_of_life_too(kind: FailureKind) -> None:
+    answer = virtual_time.run(ask(1, sign_s=0.0, sign=Failure(kind=kind, message="512 streams are open")), timeout_s=60)
+    assert answer.hidden.shape == (1, 1, 1024)
 
 
 async def test_blocks_that_hang_in_this_process_do_not_hang_the_client() -> None:

@@ -11,20 +11,25 @@ import pytest
 import torch
 from client_kit import in_swarm
 
-from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
+from swarm_plugins.block_io import AdapterUse, CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.book import judging
 from swarm_plugins.book.record import Failed, Forgiven
 from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.sessions.pipe import Pipe
+from swarm_plugins.client.sessions.replacing import faster
 from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.client.sessions.span import SpanSession
-from swarm_plugins.errors import CapacityError, MissingBlocksError
+from swarm_plugins.errors import CapacityError, MissingBlocksError, TransportError, UnsupportedError
+from swarm_plugins.routing import SpanChoice
+from swarm_plugins.routing.chain import Alternative
+from swarm_plugins.testing.transports import LocalChannel
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
     Failure,
+    FailureKind,
     Message,
     SessionOpen,
     SessionOpened,
@@ -39,6 +44,7 @@ class Adder:
     def __init__(self) -> None:
         self.is_broken = False
         self.opened: list[SessionOpen] = []
+        self.steps: list[SessionStep] = []
 
     def __call__(self, message: Message) -> Message:
         if self.is_broken:
@@ -46,7 +52,10 @@ class Adder:
         if isinstance(message, SessionOpen):
             self.opened.append(message)
             return SessionOpened(session="s", max_tokens=1000)
+        if isinstance(message, AdapterUpload):
+            return AdapterStored(digest=message.digest)
         assert isinstance(message, SessionStep)
+        self.steps.append(message)
         return SessionStepResponse(hidden=message.hidden + 1)
 
 
@@ -196,15 +205,110 @@ async def test_a_prompt_that_the_server_said_it_cannot_hold_is_not_sent() -> Non
 
 @pytest.mark.parametrize("message", [SessionOpen, AdapterUpload])
 async def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(message: type[Message]) -> None:
-    def answer(message: Message) -> Message:
-        return AdapterStored(digest=message.digest) if isinstance(message, AdapterUpload) else server(message)
-
-    server = Adder()
-    async with in_swarm({"a": ((0, 1), answer)}, num_blocks=1) as (peers, view):
+    async with in_swarm({"a": ((0, 1), Adder())}, num_blocks=1) as (peers, view):
         weight = torch.zeros(2, 2)
         await peers.upload("a", [LoadedAdapter(digest="d", spec=AdapterSpec(modules=()), tensors=(weight,))])
         session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens(6))
         rpc = "open session" if message is SessionOpen else "rpc_adapter"
         assert judging.timeout_s(peers.book["a"], rpc, 1) < peers.book.rules.longest_s
+        await session.close()
+
+
+async def test_a_replay_sends_what_was_sent_though_its_buffers_hold_something_else_now() -> None:
+    servers = {name: Adder() for name in "ab"}
+    async with in_swarm({name: ((0, 2), server) for name, server in servers.items()}, num_blocks=2) as (peers, view):
+        prefix = [torch.ones(1, 1, 1, 2) for _ in range(4)]
+        session = ClientSession(Servers(peers, view), blocks=range(2), prefix=prefix)
+        hidden, positions, ids = torch.ones(1, 1, 4), torch.ones(1, 1).long(), torch.ones(1, 1).long()
+        mask = torch.ones(1, 2, dtype=torch.bool)
+        inputs = SpanInputs(blocks=range(2), hidden=hidden, position_ids=positions, attention_mask=mask, token_ids=ids)
+        await session.step(inputs)
+        [lost] = session.peers
+        await peers.transport.kill(lost)  # type: ignore[attr-defined]
+        for buffer in (hidden, positions, mask, ids, *prefix):
+            buffer.zero_()
+        await session.step(replace(inputs, attention_mask=None))
+        [other] = [server for name, server in servers.items() if name != lost]
+        [opened], again = other.opened, other.steps[0]
+        for tensor in (again.hidden, again.position_ids, again.attention_mask, again.token_ids, *opened.prefix):
+            assert isinstance(tensor, torch.Tensor)
+            assert tensor.all()
+        await session.close()
+
+
+@pytest.mark.parametrize("is_reset", [False, True], ids=["the-same-cache", "a-new-cache"])
+async def test_a_session_is_not_replayed_with_adapters_that_have_changed(is_reset: bool) -> None:
+    weights = (torch.zeros(2, 4), torch.zeros(6, 2))
+    module = AdapterModule(block=0, module="self_attn.q_proj", kind="lora", shapes=((2, 4), (6, 2)), scaling=1.0)
+    use = AdapterUse(adapters=(LoadedAdapter(spec=AdapterSpec(modules=(module,)), tensors=weights),))
+    inputs = replace(new_tokens(), adapters=use)
+    async with in_swarm({name: ((0, 2), Adder()) for name in "ab"}, num_blocks=2) as (peers, view):
+        session = ClientSession(Servers(peers, view), blocks=range(2))
+        await session.step(inputs)
+        weights[0].add_(1.0)
+        await session.step(inputs, [CacheOp(kind="reset", indices=())] if is_reset else [])
+        await peers.transport.kill(*session.peers)  # type: ignore[attr-defined]
+        if is_reset:
+            await session.step(inputs)
+        else:
+            with pytest.raises(UnsupportedError, match=r"one of its adapters has changed .* start with a new cache"):
+                await session.step(inputs)
+        await session.close()
+
+
+async def test_a_server_is_forgiven_after_a_good_step() -> None:
+    async with in_swarm({"a": ((0, 2), Adder())}, num_blocks=2) as (peers, view):
+        session = ClientSession(Servers(peers, view), blocks=range(2))
+        await session.step(new_tokens(3))
+        view.ban("a", TransportError("a blip"))
+        await view.refresh(force=True)
+        assert judging.is_banned(peers.book, "a")
+        await session.step(new_tokens())
+        assert peers.book["a"].num_strikes == 0
+        await session.close()
+
+
+async def test_streams_to_all_servers_that_end_at_once_end_no_session() -> None:
+    num_blocks = 5
+    answers = {f"p{block}": ((block, block + 1), Adder()) for block in range(num_blocks)}
+    async with in_swarm(answers, num_blocks=num_blocks, max_retries=1) as (peers, view):
+        peers.book.rules = replace(peers.book.rules, first_pause_s=0.0)
+        session = ClientSession(Servers(peers, view), blocks=range(num_blocks))
+        inputs = replace(new_tokens(), blocks=range(num_blocks))
+        await session.step(inputs)
+        for span in session._spans:
+            assert isinstance(span.channel, LocalChannel)
+            await span.channel.finish(is_broken=True)
+        assert (await session.step(inputs)).hidden.mean() == num_blocks
+        await session.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_banned"),
+    [
+        ("out_of_memory", False),
+        ("overloaded", False),
+        ("wrong_span", False),
+        ("bad_request", False),
+        ("internal", True),
+    ],
+)
+async def test_a_faster_server_that_declines_a_session_is_left_out_only_for_a_failure(
+    kind: FailureKind, is_banned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decline(message: Message) -> Message:
+        return Failure(kind=kind, message="no")
+
+    async with in_swarm({"a": ((0, 2), Adder()), "b": ((0, 2), decline)}, num_blocks=2) as (peers, view):
+        await view.refresh(force=False)
+        peers.book.observe("b", Failed(""))
+        session = ClientSession(Servers(peers, view), blocks=range(2))
+        await session.step(new_tokens(3))
+        peers.book.observe("b", Forgiven())
+        [current] = session._spans
+        monkeypatch.setattr(view, "alternative", lambda *_, **__: Alternative([SpanChoice("b", 0, 2)], 0.0, 0.0))
+        monkeypatch.setattr(current.times, "is_move_worth", lambda *_: True)
+        assert await faster(session.servers, current, session._spans, 1) is None
+        assert judging.is_banned(peers.book, "b") == is_banned
         await session.close()

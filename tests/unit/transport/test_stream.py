@@ -21,6 +21,7 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport import wire
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import ForwardResponse, Message
+from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.receiving import arriving
 from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import END_FRAME, encode
@@ -319,3 +320,25 @@ async def test_memory_may_be_reused_when_write_returns() -> None:
         await near.write(encode(sent))
         sent.hidden.zero_()
         assert torch.equal(await reading, message(1_000_000).hidden)
+
+
+async def test_a_node_is_in_use_by_sessions_and_by_requests_that_are_not_answered() -> None:
+    async def call(stream: FrameStream, server: FrameStream) -> None:
+        await stream.send(message(1))
+        assert await server.receive(timeout_s=20.0) is not None
+        await server.send(message(1))
+        assert await stream.receive(timeout_s=20.0) is not None
+
+    node = SwarmNode()
+    async with two_streams() as session, two_streams() as kept:
+        node._opened.update({session[0]: "rpc_session", kept[0]: "rpc_forward"})
+        assert node.num_opened == 2
+        await call(*kept)
+        await call(*session)
+        assert node.num_opened == 1
+        await kept[0].send(message(1))
+        assert node.num_opened == 2
+        await session[1].close()
+        assert await session[0].receive(timeout_s=20.0) is None
+        kept[0].abort(TransportError("gone"))
+        assert node.num_opened == 0

@@ -111,6 +111,25 @@ def test_a_peer_that_the_node_refuses_to_call_is_called_by_a_new_one_while_strea
     run(body)
 
 
+def test_no_node_is_replaced_while_that_would_end_sessions_of_an_earlier_one() -> None:
+    async def fail_to_call(network: LastingNetwork, node: Node) -> None:
+        node.backoff, node.num_opened = True, 1
+        network._tried_at = float("-inf")
+        with pytest.raises(TransportError):
+            await network.open("p", "rpc_info", timeout_s=1.0)
+        await network.servers("v", 4)
+
+    async def body(network: LastingNetwork, made: list[Node]) -> None:
+        for _ in range(4):
+            await fail_to_call(network, made[-1])
+        assert [node.num_closed for node in made] == [0, 0, 0]
+        made[0].num_opened = 0
+        await fail_to_call(network, made[-1])
+        assert [node.num_closed for node in made] == [1, 0, 0, 0]
+
+    run(body)
+
+
 def test_a_peer_that_is_gone_for_good_costs_ever_fewer_nodes(caplog: pytest.LogCaptureFixture) -> None:
     async def body(network: LastingNetwork, made: list[Node]) -> None:
         pauses = []
