@@ -231,6 +231,18 @@ def _variants(item: _Tuned) -> dict[str, Any]:
     return item.layer.lora_variant if isinstance(item.layer, LoraLayer) else {}
 
 
+def begins_late(model: nn.Module) -> bool:
+    """Returns whether an adapter in use begins at its invocation tokens (aLoRA), in this call of PEFT's model."""
+    layers = [one for one in model.modules() if isinstance(one, LoraLayer)]
+    names = hooked(layers, "adapter_names")
+    return any(hooked(layers, "alora_offsets") or ()) and any(
+        isinstance(layer.lora_variant.get(name), ALoraLinearVariant)
+        for layer in layers
+        if not layer.disable_adapters
+        for name in names or layer.active_adapters
+    )
+
+
 def hooked(layers: Iterable[object], name: str) -> tuple[Any, ...] | None:
     """Reads what PEFT passes to its layers for each row, in hooks: adapter names, aLoRA's offsets.
 

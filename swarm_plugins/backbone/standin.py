@@ -40,10 +40,10 @@ class StandIn(HollowModule):
     _stand_in_of: tuple[tuple[type[nn.Module], ...], type[nn.Module]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UnsupportedError: modules are turned into stand-ins; only transformers' use_mtp makes new ones."""
+        """Raises UnsupportedError: modules are turned into stand-ins; libraries make new ones for what cannot work."""
         raise UnsupportedError(
-            f"{type(self).__name__} cannot be made here: its weights are on servers; leave out use_mtp, and draft "
-            "with swarm_plugins.Speculation"
+            f"{type(self).__name__} cannot be made here, its weights are on servers: leave convolutions out of an "
+            "adapter's target_modules, and use_mtp out of generate(), where swarm_plugins.Speculation drafts"
         )
 
     def _hollow(self) -> dict[str, Tensor]:

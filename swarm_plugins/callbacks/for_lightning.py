@@ -32,6 +32,7 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
     _is_fit = True
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Notes what Lightning does next."""
         self._is_fit = stage == "fit"
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

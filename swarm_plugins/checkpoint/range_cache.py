@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -26,17 +27,23 @@ _SPARE_BYTES = 1 << 30
 def default_cache() -> Path:
     """Returns this package's folder for downloads: ``SWARM_PLUGINS_CACHE``, or one in the user's cache.
 
-    Users without a home directory, as in containers, get one for temporary files.
+    Users without a home directory, as in containers, get one for temporary files, which others cannot write.
 
     Raises:
-        ConfigError: If ``SWARM_PLUGINS_CACHE`` is in a home directory that is not known.
+        ConfigError: If ``SWARM_PLUGINS_CACHE`` is in a home directory that is not known, or somebody else has made the
+            folder for temporary files.
     """
     if (chosen := os.environ.get("SWARM_PLUGINS_CACHE")) is not None:
         return expanded(chosen)
     try:
         return expanded("~/.cache/swarm_plugins")
     except ConfigError:
-        return Path(tempfile.gettempdir(), f"swarm_plugins-{os.getuid()}")
+        folder = Path(tempfile.gettempdir(), f"swarm_plugins-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(f"others can write to {folder}: set SWARM_PLUGINS_CACHE to a folder of your own")
+    return folder
 
 
 class RangeCache:

@@ -314,7 +314,7 @@ class Peers:
         return numbers
 
     def offers(self, peer: str, digests: Sequence[str]) -> None:
-        """Notes the adapters that a server's host has loaded: whoever has one of them need not upload it."""
+        """Notes the adapters that a server's host has loaded, as many as are remembered; others are uploaded."""
         self._offered[peer] = frozenset(digests[:_MAX_OFFERED])
 
     async def _upload_exact(self, peer: str, adapter: LoadedAdapter) -> None:

@@ -59,11 +59,12 @@ class Tasks:
     """The tasks to run: files, and tasks of lm_eval by name.
 
     Args:
-        names: Files, names of tasks, or tags of several tasks.
+        names: Files, names of tasks or groups, or tags of several tasks.
         settings: How they are run.
 
     Raises:
-        ConfigError: If a file is not a task file, or lm_eval has no task of a name.
+        ConfigError: If a file is not a task file, lm_eval has no task of a name, or the tasks of a group have different
+            numbers of examples and ``settings`` none.
     """
 
     def __init__(self, names: Sequence[str], settings: EvalSettings) -> None:
@@ -112,10 +113,12 @@ class Tasks:
         entry = self._manager.task_index.get(str(listed.get("group") or listed.get("task")))
         if entry is None:
             file, config, members = None, listed, listed.get("task")
+            if "group" not in listed:
+                given = listed.get("num_fewshot", given)
         else:
             file, config, given = entry.yaml_path, entry.cfg or {}, listed.get("num_fewshot", given)
             members = sorted(entry.tags) if entry.kind.name == "TAG" else config.get("task")
-        # As in lm_eval, what stands around a task comes before what it says itself.
+        # As in lm_eval, what stands around a task that has a file comes before what that says.
         number = config.get("num_fewshot") if given is None else given
         if not isinstance(members, list):
             yield file, number if isinstance(number, int) else 0
@@ -151,7 +154,7 @@ class Tasks:
             NumericError: If a metric is not a number.
             CapacityError: If there is not enough memory.
             HubError: If its data cannot be fetched, or the disk has no room for them.
-            Exception: What the model raises.
+            SwarmError: If the model fails.
         """
         try:
             with _prepared(self.settings.allow_code):
@@ -233,7 +236,7 @@ def _check_task_fault(task: EvalTask, error: Exception) -> None:
             "on a machine that has more"
         ) from error
     if _BY_MODEL in getattr(error, "__notes__", ()):
-        raise error
+        raise SwarmError(f"the model failed in the task {task.name}: {one_line(error, with_kind=True)}") from error
     for cause in causes:
         try:
             with translated_hub_errors(f"read the data of the task {task.name}"):

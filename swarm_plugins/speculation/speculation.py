@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
-from swarm_plugins.backbone.adapter_reader import hooked
+from swarm_plugins.backbone.adapter_reader import begins_late
 from swarm_plugins.backbone.local_layers import keeps_states
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.rotary import whole_beyond
@@ -132,7 +132,7 @@ class Speculation:
     ) -> None:
         if not isinstance(self.draft, str):
             check_vocabulary(model, self.draft)
-        if any(hooked(model.modules(), "alora_offsets") or ()):
+        if begins_late(model):
             raise ConfigError(
                 "speculation cannot work with aLoRA, which counts from the end of a prompt, and of drafts with it: "
                 "decode without a draft"

@@ -106,15 +106,15 @@ def readable(path: Any, *, is_loading: bool = False) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; give the path of a .ckpt file") from error
     except errors as error:
-        # torch's unpickler advises to trust the file, which must not be repeated.
         is_advice = isinstance(error, pickle.UnpicklingError)
         refused = re.search(r"Unsupported global: GLOBAL ([\w.]+)", str(error)) if is_advice else None
         if refused is not None:
+            own = f"; if you wrote this file, allow it by torch.serialization.add_safe_globals([{refused[1]}])"
             raise CheckpointError(
                 f"{str(path)!r} holds a {refused[1]}, but only tensors, numbers and text are read from checkpoints: "
-                "leave it out by save_hyperparameters(ignore=[...]) in the module; if you wrote this file yourself, "
-                f"allow it with torch.serialization.add_safe_globals([{refused[1]}])"
+                f"leave it out by save_hyperparameters(ignore=[...]) in the module{'' if '://' in str(path) else own}"
             ) from error
+        # torch's unpickler advises to trust the file, which must not be repeated.
         reason = "not what torch.save writes of tensors and numbers" if is_advice else one_line(error)
         raise CheckpointError(
             f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, or not from Lightning; give "

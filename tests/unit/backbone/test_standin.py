@@ -63,7 +63,10 @@ def test_the_class_is_made_once() -> None:
 
 
 def test_a_new_one_is_refused(linear: nn.Module) -> None:
-    with pytest.raises(UnsupportedError, match=r"RemoteLinear cannot be made here: .* leave out use_mtp, and draft"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"RemoteLinear cannot be made here, .* leave convolutions out .* use_mtp out of generate",
+    ):
         type(linear[0])(3, 4)
 
 

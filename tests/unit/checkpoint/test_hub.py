@@ -89,14 +89,19 @@ def test_the_tensors_asked_for_are_all_that_is_downloaded(
     assert all(hub.bytes_served(REPO, p.name) == 0 for p in directory.glob("*.safetensors") if p.name not in files)
 
 
-def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: int) -> None:
         raise KeyError("uid not found")
 
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("SWARM_PLUGINS_CACHE", raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert range_cache.default_cache() == Path(tempfile.gettempdir(), f"swarm_plugins-{os.getuid()}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"swarm_plugins-{os.getuid()}"
+    assert range_cache.default_cache() == own
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"^others can write to {own}: set SWARM_PLUGINS_CACHE"):
+        range_cache.default_cache()
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", "~/cache")
     with pytest.raises(ConfigError, match=r"^'~/cache' is in a home directory that is not known here"):
         range_cache.default_cache()

@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lm_eval.utils
 import pytest
@@ -229,6 +229,7 @@ GROUPS = {
     "outer": "task: [{group: inside, task: [{group: both}, plain], num_fewshot: 3}]",
     "given": "num_fewshot: 2\ntask: [both, plain, {group: inside, task: [arc], num_fewshot: 3}]",
     "changed": "task: [plain, {task: arc_easy, num_fewshot: 0}, {group: both, num_fewshot: 0}]",
+    "unnamed": "num_fewshot: 2\ntask: [{task: new, dataset_path: x, num_fewshot: 3}, {task: arc_easy, num_fewshot: 3}]",
     "mixed": "task: [both, plain]",
 }
 
@@ -236,8 +237,12 @@ GROUPS = {
 class Listed(SimpleNamespace):
     """A task of a group, which reads no data."""
 
+    few: ClassVar[list[int]] = []
+    """Numbers of examples of those made."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(task_name=config["task"], config=config)
+        self.few.append(config.get("num_fewshot") or 0)
 
 
 @pytest.fixture
@@ -275,8 +280,9 @@ def test_a_group_has_the_examples_of_its_tasks(group: str, tmp_path: Path, monke
     (found,) = tasks.tasks
     # What lm_eval makes of it, without data.
     monkeypatch.setattr(_factory, "ConfigurableTask", Listed)
-    loaded = tasks._load(found)["tasks"].values()
-    assert [found.num_fewshot] * len(loaded) == [one.config["num_fewshot"] for one in loaded]
+    monkeypatch.setattr(Listed, "few", [])
+    tasks._load(found)
+    assert set(Listed.few) == {found.num_fewshot}
     assert tasks.setting(found) != Tasks([group], EvalSettings(num_fewshot=7)).setting(found)
     own = tmp_path / "lm_eval" / "arc_easy.yaml"
     own.write_text(f"{own.read_text()}\n")

@@ -204,6 +204,10 @@ def test_alora_is_refused() -> None:
     model = get_peft_model(tiny_model("llama"), config).eval()
     with pytest.raises(ConfigError, match=r"cannot work with aLoRA, which counts from the end .* without a draft"):
         model.generate(input_ids=PROMPT, max_new_tokens=2, custom_generate=Speculation("lookup"))
+    # PEFT's hooks of that call are still there.
+    model.add_adapter("plain", LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("plain")
+    assert torch.equal(greedy(model, PROMPT, Speculation("lookup")), greedy(model, PROMPT))
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 4])

@@ -20,6 +20,7 @@ from swarm_plugins import (
     SwarmStrategy,
 )
 from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.strategy.reading import readable
 
 
 class Payload:
@@ -68,3 +69,8 @@ def test_a_class_in_a_checkpoint_is_named(kind: Any, tmp_path: Path) -> None:
     torch.save({"hyper_parameters": {"folder": tmp_path}}, tmp_path / "own.ckpt")
     with pytest.raises(CheckpointError, match=r"holds a pathlib\.\w*Path, but .* leave it out by save_hyperparameters"):
         kind().load_checkpoint(tmp_path / "own.ckpt")
+    with (
+        pytest.raises(CheckpointError, match=r"save_hyperparameters\(ignore=\[...\]\) in the module$"),
+        readable("https://example.org/theirs.ckpt"),
+    ):
+        torch.load(tmp_path / "own.ckpt", weights_only=True)
