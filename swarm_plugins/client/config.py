@@ -40,7 +40,7 @@ class SwarmConfig(PeerConfig):
 
     max_retries: int = 8
     """Failed requests that one forward, backward or session step may survive; one more raises. With at least 1, a
-    server's first failure does not count."""
+    server's first failure does not count while another has not been asked, nor does its first lost stream."""
 
     min_batch_tokens: int = 256
     """Servers that accept fewer tokens per request are used only for blocks that no other server holds."""

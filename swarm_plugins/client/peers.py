@@ -51,7 +51,7 @@ _MAX_IDLE_CHANNELS = MOST_AT_ONCE
 _MAX_IDLE_PEERS = 256
 """Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
 _MAX_OFFERED = 256
-"""Adapters that a server offers of itself, and servers of which they are remembered."""
+"""The most adapters remembered for one server, and the most servers for which they are remembered."""
 _QUEUED = ("rpc_forward", "rpc_backward")
 """Requests that a server carries out one after another."""
 _OPEN = "open"
@@ -314,7 +314,7 @@ class Peers:
         return numbers
 
     def offers(self, peer: str, digests: Sequence[str]) -> None:
-        """Notes the adapters that a server's host has loaded, as many as are remembered; others are uploaded."""
+        """Notes which adapters a server's host has loaded. Those beyond the limit are uploaded as usual."""
         self._offered[peer] = frozenset(digests[:_MAX_OFFERED])
 
     async def _upload_exact(self, peer: str, adapter: LoadedAdapter) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from swarm_plugins.book import judging
-from swarm_plugins.client.answers import OverloadedError, SpanMovedError
+from swarm_plugins.client.answers import OverloadedError, SpanMovedError, StreamLostError
 from swarm_plugins.errors import (
     CapacityError,
     MissingBlocksError,
@@ -38,7 +38,7 @@ _PATIENCE_S = 4.5
 _BUSY_PAUSE_S = 1.0
 """Before servers whose queue was full are asked again."""
 _MOST_EXCUSED = 64
-"""Servers of one call whose first failure does not count; as many are known."""
+"""In one call, the first failures of at most so many servers do not count. A client knows no more servers."""
 _HELP_S = 60.0
 """Patience while a server announces that it is loading the missing blocks."""
 
@@ -90,8 +90,9 @@ class Retries:
         ``moment`` at which this one was made.
 
         Identities cost nothing: any number of servers that fail, or refuse the request itself, must not end a call that
-        another one would carry out. Streams to all servers may end at once, with this client's own node. So the first
-        failure of a server does not count, and a refusal is believed only if no server is left.
+        another one would carry out. So the first failure of a server does not count while there is one that has not
+        failed, and a refusal is believed only if none is left. Nor does a server's first lost stream: all streams end
+        at once if this client's own node does.
         """
         may_do_better = isinstance(error, TransportError | CapacityError)
         if may_do_better and since is not None and self.has_failed(peer, since):
@@ -100,7 +101,7 @@ class Retries:
         counts.failed(error)
         self.last = error
         is_busy = isinstance(error, OverloadedError) and self.limit > 0 and not self._is_late
-        is_excused = not is_busy and self._is_excused(peer)
+        is_excused = not is_busy and self._is_excused(peer, error)
         self.failures += not (is_busy or is_excused)
         self._failed[peer] = self._num_noted
         self._num_noted += 1
@@ -142,8 +143,14 @@ class Retries:
         """Whether the last progress is longer ago than a request may take."""
         return time.monotonic() - self._progress_at > self.view.config.request_timeout_s
 
-    def _is_excused(self, peer: str) -> bool:
-        return self.limit > 0 and peer not in self._failed and len(self._failed) < _MOST_EXCUSED and not self._is_late
+    def _is_excused(self, peer: str, error: SwarmError) -> bool:
+        return (
+            self.limit > 0
+            and peer not in self._failed
+            and len(self._failed) < _MOST_EXCUSED
+            and not self._is_late
+            and (isinstance(error, StreamLostError) or self.view.has_other(peer, self._failed))
+        )
 
     def progressed(self) -> None:
         """Notes that a part of the call is done: the time to wait for lost servers starts anew."""

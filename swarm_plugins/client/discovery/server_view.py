@@ -288,6 +288,15 @@ class ServerView(ABC):
         peers = set(judging.usable(book, {entry.peer: self._share(entry.peer) for entry in entries}))
         return [entry for entry in entries if entry.peer in peers]
 
+    def has_other(self, peer: str, without: Collection[str]) -> bool:
+        """Returns whether a server that is in order, and not among ``without``, has a part of what a peer has."""
+        share = set(self._share(peer))
+        return any(
+            not share.isdisjoint(self._share(entry.peer))
+            for entry in self.usable({peer, *without})
+            if not judging.is_banned(self.peers.book, entry.peer)
+        )
+
     def _share(self, peer: str) -> Sequence[Hashable]:
         info = self.said(peer)
         return () if info is None else self.share_of(info)

@@ -26,7 +26,7 @@ class History:
         self.length = self._prefix_length
         """Cached tokens per row. A running count: summing the steps at every token would make decoding quadratic."""
         self.digests: dict[LoadedAdapter, str] = {}
-        """What the server knows each adapter's part by, at the first step with it."""
+        """The digest of each adapter's part at the first step that used it."""
 
     @property
     def _prefix_length(self) -> int:
@@ -46,7 +46,7 @@ class History:
         return other
 
     def append(self, inputs: SpanInputs, digests: Sequence[str] = ()) -> None:
-        """Appends a step that has run, its adapters known by these ``digests``."""
+        """Appends a step that has run, with the ``digests`` of its adapters."""
         for adapter, digest in zip(inputs.adapters.adapters, digests, strict=False):
             self.digests.setdefault(adapter, digest)
         end = self.length + inputs.hidden.shape[1]

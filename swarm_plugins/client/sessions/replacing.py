@@ -61,7 +61,7 @@ async def faster(
     parts = _parts(servers, found.chain, current.blocks, current.history)
     failure = await _replay(servers, parts, current.history)
     if failure is not None:
-        # As in a call of its own: a server without room for this session is in order.
+        # As in any call: a server that merely has no room for this session is not at fault.
         ChainRetries(view).leave_out(*failure)
         current.times.postpone()
         return None
@@ -77,7 +77,7 @@ def neighbors(spans: Sequence[SpanSession], current: SpanSession) -> tuple[str, 
 
 
 def _is_outdated(servers: Servers, session: SpanSession) -> bool:
-    """Returns whether an adapter has changed since the session's steps, so that a replay would give another cache."""
+    """Returns whether an adapter has changed since it was first used: a replay would then build another cache."""
     known = session.history.digests
     now = servers.digests.part(AdapterUse(adapters=tuple(known)), session.blocks)
     return now.digests != tuple(known.values())

@@ -34,7 +34,7 @@ class ClientSession:
     def __init__(self, servers: Servers, *, blocks: range, prefix: Sequence[Tensor] = ()) -> None:
         self.servers = servers
         self.blocks = blocks
-        # A copy, as of each step: its owner may change it before it is replayed.
+        # Copied, as each step is: the caller may change it before it is replayed.
         self.prefix = tuple(tensor.detach().clone() for tensor in prefix)
         """Keys and values the cache starts with, K then V for each block."""
         self._spans: list[SpanSession] = []

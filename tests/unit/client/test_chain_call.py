@@ -106,7 +106,7 @@ async def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever
             await backward(chain)
         # The causes are in the sentence: what to do stands under one traceback, not several.
         assert "".join(traceback.format_exception(raised.value)).count("Traceback") == 1
-    assert len(server.backwards) == 4
+    assert len(server.backwards) == 2
 
 
 async def test_a_refusal_says_nothing_of_a_servers_pace() -> None:
