@@ -16,7 +16,7 @@ def has_fixed_positions(config: Any) -> bool:
 
 
 def whole_beyond(config: Any) -> int | None:
-    """Returns the length up to which a prompt may be cut anywhere; None if there is no limit.
+    """Returns the length beyond which a prompt may no longer be cut just anywhere; None if it always may.
 
     LongRoPE (Ding et al. 2024) has one set of frequencies for short sequences and one for long ones, and transformers
     picks the set by the last position of each call. If the first part of a long prompt ended within this length, its

@@ -232,7 +232,7 @@ def _variants(item: _Tuned) -> dict[str, Any]:
 
 
 def begins_late(model: nn.Module) -> bool:
-    """Returns whether an adapter in use begins at its invocation tokens (aLoRA), in this call of PEFT's model."""
+    """Returns whether an adapter in use applies from its invocation tokens on only (aLoRA)."""
     layers = [one for one in model.modules() if isinstance(one, LoraLayer)]
     names = hooked(layers, "adapter_names")
     return any(hooked(layers, "alora_offsets") or ()) and any(

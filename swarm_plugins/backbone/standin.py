@@ -40,7 +40,7 @@ class StandIn(HollowModule):
     _stand_in_of: tuple[tuple[type[nn.Module], ...], type[nn.Module]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UnsupportedError: modules are turned into stand-ins; libraries make new ones for what cannot work."""
+        """Raises UnsupportedError: modules become stand-ins, and libraries make new ones only for what cannot work."""
         raise UnsupportedError(
             f"{type(self).__name__} cannot be made here, its weights are on servers: leave convolutions out of an "
             "adapter's target_modules, and use_mtp out of generate(), where swarm_plugins.Speculation drafts"

@@ -32,7 +32,7 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
     _is_fit = True
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Notes what Lightning does next."""
+        """Notes whether a fit begins."""
         self._is_fit = stage == "fit"
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -116,6 +116,6 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Lightning restores callbacks for `test` and `validate`, too: these are not of this training.
+        # Lightning also restores callbacks for `test` and `validate`, which must not change the training.
         if self._is_fit:
             self.best = state_dict.get("best")

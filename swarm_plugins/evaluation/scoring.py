@@ -103,7 +103,7 @@ class Tasks:
         return [EvalTask(name, digest_of_files(file for file, _ in parts if file is not None), few[0] if few else 0)]
 
     def _parts(self, item: Any, given: Any = None) -> Iterator[tuple[Path | None, int | None]]:
-        """Yields the files of a task or a group, and with each task's its number of examples.
+        """Yields the files of a task or a group; a task's file comes with its number of examples.
 
         Args:
             item: A name, or what a group lists: a task or group with changes, or a group that has no name elsewhere.
@@ -118,7 +118,7 @@ class Tasks:
         else:
             file, config, given = entry.yaml_path, entry.cfg or {}, listed.get("num_fewshot", given)
             members = sorted(entry.tags) if entry.kind.name == "TAG" else config.get("task")
-        # As in lm_eval, what stands around a task that has a file comes before what that says.
+        # As in lm_eval, settings of the groups around a task override those in the task's own file.
         number = config.get("num_fewshot") if given is None else given
         if not isinstance(members, list):
             yield file, number if isinstance(number, int) else 0
@@ -226,7 +226,7 @@ def _noting_faults() -> Iterator[None]:
 
 
 def _check_task_fault(task: EvalTask, error: Exception) -> None:
-    """Raises what is not the task's fault, but the model's, or for lack of memory, disk or network."""
+    """Raises an error of its own if the fault is not the task's: the model's, or a lack of memory, disk or network."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
@@ -284,7 +284,7 @@ def _read_report(setting: TaskSetting, report: Any) -> list[Score]:
 def _prepared(allow_code: bool) -> Iterator[None]:
     """Keeps lm_eval from forking, printing to standard output, seeding the caller, and running templates' code.
 
-    Random numbers are those of lm_eval's `simple_evaluate`; some tasks shuffle their choices by them.
+    Random number generators are seeded as in lm_eval's `simple_evaluate`, because some tasks shuffle their choices.
     """
     plain, forks = lm_eval.utils.env, os.environ.get(_NO_FORKS)
     states = random.getstate(), np.random.get_state()

@@ -103,7 +103,7 @@ def files_beside_weights(names: Iterable[str]) -> list[str]:
 
 
 def outdated_files(there: Collection[str], pushed: Collection[str]) -> list[str]:
-    """Returns the files of an earlier version that readers would take for a part of the one that is pushed.
+    """Returns the files of an earlier version that readers would mistake for part of the new one.
 
     Tokenizers and settings stay: they may have been pushed alone. A model's repository has no adapter, which
     transformers would load in its place.
@@ -122,7 +122,7 @@ def _files_of_model(folder: Path) -> list[Path]:
             wanted = set(json.loads((folder / _MODEL_INDEX).read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as exc:
             raise CheckpointError(f"{folder / _MODEL_INDEX} cannot be understood ({one_line(exc)})") from exc
-    # The names in the index may be a stranger's: nothing outside the folder is published, nor anything but weights.
+    # A stranger may have written the index: publish nothing outside of the folder, and nothing but weights.
     weights = {name for name in names if name.endswith(".safetensors") and name in wanted}
     if wrong := wanted ^ {*weights, *filter(_MODEL_WEIGHTS.fullmatch, names)}:
         name = min(wrong, key=str)

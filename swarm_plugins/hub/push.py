@@ -196,7 +196,7 @@ def _commit(api: HfApi, folder: Path, repo_id: str, tag: str | None) -> str:
         if tag in refs.tags and (
             refs.tags[tag] != main or outdated or not all(_is_there(one, there) for one in additions)
         ):
-            # Before the commit: main is to stay as it is.
+            # Refused before the commit, so that main stays as it is.
             raise _taken(repo_id, tag, refs.tags[tag])
         # With the parent given, the Hub refuses if another commit came in between.
         info = api.create_commit(

@@ -28,7 +28,7 @@ class Refusal(Exception):  # an answer, not a fault of the Hub
     ) -> None:
         super().__init__(message)
         self.status = status
-        # May quote a request or a file; headers are one line of Latin-1.
+        # The message may quote a request or a file, but a header is one line of Latin-1.
         header = printable(message).encode("latin-1", "replace").decode("latin-1")
         self.headers = {"X-Error-Message": header, **({"X-Error-Code": code} if code else {}), **(headers or {})}
 
@@ -109,7 +109,7 @@ class Exchange(BaseHTTPRequestHandler):
         except Refusal as refusal:
             self._refuse(refusal)
         except Exception as exc:
-            # Of whatever a repository holds: it must not keep clients from all others.
+            # Whatever one repository holds must not cut clients off from the others.
             if self.is_answered:
                 raise
             self._refuse(Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, one_line(exc, with_kind=True)))

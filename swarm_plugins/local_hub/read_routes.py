@@ -20,7 +20,7 @@ _CHUNK_BYTES = 64 << 10
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _MAX_LISTED = 1000
 UNREADABLE_CARD = (ValueError, TypeError, RecursionError, YAMLError)
-"""Raised for metadata of a card, such as keys that are numbers, or deep nesting."""
+"""What the parser raises for odd metadata of a card, such as numbers as keys or deep nesting."""
 
 
 def _list_models(exchange: Exchange) -> None:

@@ -47,7 +47,7 @@ class MergedModel:
     """
 
     tensors: Mapping[str, Planned]
-    """What can be read, in the base's order, but the tensors of a group one after the other."""
+    """What can be read, in the base's order, except that the tensors of a group stand together."""
     is_untied: bool
     """Whether input and output embeddings, which the base shares, differ now."""
 
@@ -128,7 +128,7 @@ class MergedModel:
         ]
 
     def _by_group(self, tensors: Mapping[str, Planned]) -> dict[str, Planned]:
-        """Puts the tensors of a group where the first is: a file may have those of several groups in turn."""
+        """Moves each group's tensors next to its first one: in a file, the tensors of several groups may alternate."""
         places = {name: place for place, name in enumerate(tensors)}
         firsts = {source: one.sources[0] for one in self._groups for source in one.sources}
         return dict(sorted(tensors.items(), key=lambda one: places[firsts.get(one[0], one[0])]))

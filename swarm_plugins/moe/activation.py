@@ -58,7 +58,7 @@ class Activation:
 
 
 def trained_activation(module: Any) -> Sequence[nn.Parameter]:
-    """Returns the activation's own parameters that are trained; hardly any activation has some."""
+    """Returns the activation's own trainable parameters; hardly any activation has some."""
     activation = getattr(module, "act_fn", None)
     return [one for one in activation.parameters() if one.requires_grad] if isinstance(activation, nn.Module) else ()
 

@@ -130,7 +130,7 @@ def slice_dense_layers(model: Any, mesh: DeviceMesh) -> None:
     # transformers 5.23 sums the accumulated gradient in every backward pass, so that earlier ones count twice:
     # tensor_parallel.py, ReplicatedWithGradAllReduce. Each pass's own gradient is summed here.
     def sum_gradients(module: nn.Module, _: Any) -> None:
-        # In the forward: until then, a loader may replace the parameters, and frozen ones may be unfrozen.
+        # Only in the forward pass: until then a loader may replace the parameters, and frozen ones may be unfrozen.
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and not hasattr(parameter, _IS_SUMMED):
                 parameter.register_hook(lambda grad: all_reduce(grad, "sum", mesh))

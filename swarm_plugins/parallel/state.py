@@ -130,8 +130,8 @@ def scatter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     device = own_device(parallelism.batch_mesh.device_type)
     agree("scatter", refusal, device, parallelism.world)
     with translated("scattering the state dict"):
-        # Not by torch's set_model_state_dict(broadcast_from_rank0=True): it takes every part to be contiguous, which
-        # those of a _StridedShard are not (torch 2.13).
+        # torch's set_model_state_dict(broadcast_from_rank0=True) assumes that every part is contiguous; the parts of a
+        # _StridedShard are not (torch 2.13).
         for name, own in model.state_dict().items():
             whole = torch.empty(own.shape, dtype=own.dtype, device=device)
             if dist.get_rank() == 0:

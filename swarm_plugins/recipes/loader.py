@@ -72,7 +72,7 @@ class ResumableLoader(DataLoader[Any]):
             return {}
         if self._resumed is not None:
             return dict(self._resumed)
-        # Lightning says the epoch before its first batch is read.
+        # Lightning sets the epoch before it reads the first batch.
         num_batches = self._num_read if self._epoch == sampler.epoch else 0
         if self.num_processed is not None:
             num_batches = min(num_batches, self.num_processed())

@@ -164,7 +164,7 @@ def _check_text(input_ids: Tensor, config: GenerationConfig, mask: Tensor | None
     num_given = input_ids.shape[1]
     if num_given == 0:
         raise ConfigError("speculation needs input_ids, got none: a draft cannot continue inputs_embeds")
-    # transformers takes out a mask of ones, and notes its length.
+    # transformers removes a mask of ones, and keeps its length.
     length = (getattr(config, "_mask_length", None) or num_given) if mask is None else mask.shape[1]
     if length != num_given:
         raise ConfigError(
@@ -233,7 +233,7 @@ class _Run:
         cache.activate_past_recording()
         self._seen = seen_by(cache)
         self._is_first = True
-        # Images or embeddings of the prompt: they do not cover drafts.
+        # Such as images or embeddings of the prompt, which do not cover drafts.
         self._has_prompt_inputs = any(isinstance(one, (Tensor, ModelOutput)) for one in model_kwargs.values())
         self._num_virtual = 0
         """Places of the cache that hold no tokens: before the text, from PEFT's prompt and prefix tuning."""

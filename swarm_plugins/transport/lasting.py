@@ -98,7 +98,7 @@ class LastingNode:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the next replacement would cost streams of an earlier node."""
+        """Whether another replacement would close streams of an earlier node."""
         return len(self._in_use) >= _MAX_RETIRED
 
     async def _close_unused(self) -> None:

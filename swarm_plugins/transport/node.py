@@ -215,7 +215,7 @@ class SwarmNode:
 
     @property
     def num_opened(self) -> int:
-        """Streams of sessions and of requests under way; clients keep others for later requests, and open new ones."""
+        """How many streams carry a session or a request under way. Others are only kept; clients can reopen them."""
         streams = [(stream, rpc) for stream, rpc in self._opened.items() if not stream.is_over]
         return sum(rpc == "rpc_session" or not stream.is_answered for stream, rpc in streams)
 

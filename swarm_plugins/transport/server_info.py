@@ -63,7 +63,7 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     adapters: tuple[str, ...] = ()
     """Preloaded published adapters."""
     adapter_digests: tuple[str, ...] = ()
-    """Their digests on the whole span, in ``rpc_info`` alone: who has the same adapter need not upload it."""
+    """Their digests on the whole span, only in ``rpc_info``: clients with the same adapter need not upload it."""
     software: str = ""
     """Package version of the server."""
     experts: tuple[int, int] | None = None

@@ -100,7 +100,7 @@ async def encoded(message: Message, codec: Codec) -> list[bytes | memoryview]:
 
 
 def tensor_bytes(message: msgspec.Struct) -> int:
-    """Returns the unpacked size of a message's tensors in bytes, including those of a request inside it."""
+    """Returns how many bytes a message's tensors take unpacked, with those of a request that it contains."""
     fields = [getattr(message, name) for name in message.__struct_fields__]
     parts = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
     inner = sum(tensor_bytes(one) for one in parts if isinstance(one, msgspec.Struct))

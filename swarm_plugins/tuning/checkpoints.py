@@ -110,13 +110,13 @@ class CheckpointStore:
         self._max_bytes = max_bytes_per_owner
         self._clock = clock
         self._in_training: set[str] = set()
-        # A save whose room is checked counts for the next one; a run that ends waits for its last one.
+        # One save at a time: each counts when the next one's room is checked. A run that ends waits for its last save.
         self._saving = threading.RLock()
 
     def start(self) -> None:
         """Removes what killed processes have left in the folder, unless another process uses it.
 
-        Left are parts of checkpoints, checkpoints that were on their way to be deleted, and runs without any.
+        These are unfinished checkpoints, checkpoints that were being deleted, and runs without any.
         """
         with contextlib.suppress(OSError):  # a folder that cannot be locked or written: the first run says so
             self._root.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         for left in self._root.glob("runs/*/*/.*"):
-            # A checkpoint that was on its way to be replaced goes back, unless its name is taken.
+            # A checkpoint that was being replaced goes back, unless its name is taken.
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 facts = msgspec.json.decode((left / _REPLACED / _FACTS_FILE).read_bytes(), type=CheckpointFacts)
                 (left / _REPLACED).rename(left.with_name(facts.name))

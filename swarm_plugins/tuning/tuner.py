@@ -125,6 +125,6 @@ class Tuner:
             self.drop()
 
     def drop(self) -> None:
-        """Drops the gradients so far, and what is known of missing ones."""
+        """Drops the gradients so far, and the note of a call that has failed."""
         self._failure, self._has_gradients = "", False
         self.optimizer.zero_grad()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _is_ending = threading.Event()
-# Before the interpreter runs `atexit`, it waits for all jobs of executors: only this hook comes before that.
+# The interpreter waits for all jobs of executors before it runs `atexit`; only this hook comes earlier.
 threading._register_atexit(_is_ending.set)  # type: ignore[attr-defined]
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ _WIDE_ENDS = ("_norm.weight", "ffn_gate_inp.weight")
 """What llama.cpp reads in 32 bits only, as everything with one dimension."""
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
 _COMPUTED_END = ".rotary_emb.inv_freq"
-"""What old checkpoints of Llama store and llama.cpp computes; it refuses a file that has it."""
+"""Old Llama checkpoints store these; llama.cpp computes them, and refuses a file that contains them."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _SPLITS: Mapping[tuple[str, ...], str] = {
 _USUAL = {
     "add_prefix_space": False, "behavior": "Isolated", "individual_digits": True, "invert": False, "use_regex": True,
 }  # fmt: skip
-"""Settings of steps; others cut in another way."""
+"""The usual settings of a step; with any other it cuts differently."""
 _SPACE = "\u2581"
 
 
@@ -136,7 +136,7 @@ def _read(found: Mapping[str, Any], name: str, num_rows: int) -> _Vocabulary:
 
 def _split(found: Mapping[str, Any], name: str) -> str:
     normal, before = found.get("normalizer") or {}, found.get("pre_tokenizer") or {}
-    # Not NFC, which llama.cpp leaves out: nearly all text is in this form.
+    # NFC is accepted although llama.cpp skips it: nearly all text is in this form already.
     changes = [_word(step) for step in normal.get("normalizers", [normal]) if step and step["type"] != "NFC"]
     words = tuple(_word(step) for step in before.get("pretokenizers", [before]))
     if changes or words not in _SPLITS:

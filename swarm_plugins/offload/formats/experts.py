@@ -33,9 +33,9 @@ def expert_format(
 
 
 class PlainFormat:
-    """Experts in a floating type; weights as the checkpoint has them or cast once when they are read.
+    """Experts in a floating type; weights stay as in the checkpoint, or are cast once when they are read.
 
-    Biases stay as wide as they are: they are cast to the type of the product that they are added to.
+    Biases keep their type: they are cast to that of the product when they are added.
     """
 
     def __init__(self, stored: BufferLayout, dtype: torch.dtype, *, is_transposed: bool = False) -> None:

@@ -37,7 +37,7 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
         self._shown = contextlib.ExitStack()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forgets what another call has loaded: Lightning restores callbacks for ``test`` and ``validate``, too."""
+        """Forgets what an earlier call has loaded: Lightning also restores callbacks for ``test`` and ``validate``."""
         if stage == "fit":
             self._resumed = None
 

@@ -112,7 +112,7 @@ class Neighbors:
                 node_id = await protocol.call_ping(peer, strict=False)
                 if node_id is None:
                     return False
-                # hivemind enters it in a task of its own, perhaps after the caller has found the table empty.
+                # hivemind adds it in a task of its own, by which time the caller may have found the table empty.
                 await protocol.update_routing_table(node_id, peer)
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
             log.debug("peer %s is still lost: %s", peer, exc)

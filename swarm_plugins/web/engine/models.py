@@ -64,7 +64,7 @@ class Models:
         self._held: dict[str, Any] = {}
         """Those that no request may name."""
         self._lock = threading.Lock()
-        """Of those that requests have named; held for moments."""
+        """Guards ``_loaded``; held for moments only."""
         self._loading = threading.Lock()
 
     @property
@@ -149,7 +149,7 @@ class Models:
         self._held.pop(name, None)
 
     def _used(self, adapter: str) -> Any | None:
-        """Returns the model with an adapter that a request has named, as the one that was used last."""
+        """Returns the model with an adapter that is loaded, and marks it as the last one used; None if it is not."""
         with self._lock:
             if adapter in self._loaded:
                 self._loaded.move_to_end(adapter)
@@ -173,7 +173,7 @@ class Models:
 
 
 def _in_turn(model: Any) -> Any:
-    """Lets one thread at a time use an activated LoRA, whose beginning in a text PEFT hooks in for all threads."""
+    """Lets one thread at a time use an activated LoRA: PEFT sets where it begins for all threads."""
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "alora_invocation_tokens", None):
         hooked, lock = model._enable_peft_forward_hooks, threading.RLock()

@@ -62,7 +62,7 @@ class Generation:
     """Identifies the API key. A kept cache serves only the tenant whose conversation it belongs to."""
 
     continues_text: bool = False
-    """Whether the answer goes on with the prompt's text: otherwise a space that it begins with may be left out."""
+    """Whether the answer continues the prompt's text. Otherwise its leading space may be dropped."""
 
     keep_special_tokens: bool = False
     """Whether special tokens appear in the text: parsers of tool calls look for them."""

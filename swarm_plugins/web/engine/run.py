@@ -197,10 +197,10 @@ class Run:
 
 
 def _generate_of(model: Any) -> Callable[..., Tensor]:
-    """Returns a model's `generate()`, for several threads at once."""
+    """Returns a model's `generate()` in a form that several threads may call at once."""
     if not is_prompt_learning(model):
         return cast("Callable[..., Tensor]", model.generate)
-    # PEFT's own takes this method away at its end, also from requests that go on.
+    # PEFT's own generate() restores this method when it ends, and so takes it from requests that go on.
     model.base_model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
     return cast("Callable[..., Tensor]", model.base_model.generate)
 

@@ -60,7 +60,7 @@ def _finite(logprob: float) -> float:
 
 @functools.lru_cache(maxsize=1 << 17)
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Returns the text of one token, special ones too, within a text: at the beginning, some lose a space."""
+    """Returns the text of one token, special ones too, as it is within a text: at the beginning some lose a space."""
     once, twice = (str(tokenizer.decode([token] * count, skip_special_tokens=False)) for count in (1, 2))
     return twice[len(once) :]
 

@@ -81,7 +81,7 @@ class Trainers:
         self._passes = Passes(base, self._turns, self._threads)
 
     def close(self) -> None:
-        """Takes no further work; what is under way, or forgotten after it, ends by itself."""
+        """Takes no further work. What is under way ends by itself, and so does what is to be forgotten after it."""
         self._threads.shutdown(wait=False)
 
     def check_base(self, name: str) -> None:
