@@ -177,6 +177,8 @@ class SpanInputs:
     """Whether to also return the router logits of mixture-of-experts blocks."""
     whole_beyond: int | None = None
     """If new tokens pass this length, those up to the first that does run at once; see `swarm_plugins.rotary`."""
+    has_states: bool = False
+    """Whether some block has states of fixed size: they see padding in the first tokens only, so it runs at once."""
     routers: Mapping[int, int | None] | None = None
     """The blocks that have router logits, each with their width or None if that is unknown. None: all unknown."""
 
@@ -273,10 +275,11 @@ class SpanInputs:
         return found
 
     def num_together(self, cached: int) -> int | None:
-        """Returns how many new tokens, after ``cached`` ones, must run at once; None if none passes `whole_beyond`."""
-        if self.whole_beyond is None:
-            return None
-        return tokens_to_pass(self.whole_beyond, self.position_ids, cached=cached, num_new=self.hidden.shape[1])
+        """Returns how many new tokens, after ``cached`` ones, must run at once; None if they may be cut anywhere."""
+        limit, num_new, mask = self.whole_beyond, self.hidden.shape[1], self.attention_mask if self.has_states else None
+        passing = tokens_to_pass(limit, self.position_ids, cached=cached, num_new=num_new) if limit is not None else 0
+        padded = [] if mask is None else (~mask[:, -num_new:].all(dim=0)).nonzero().flatten().tolist()
+        return max(passing or 0, 1 + padded[-1] if padded else 0) or None
 
     def take_blocks(self: Inputs, blocks: range, hidden: Tensor) -> Inputs:
         """Returns the inputs of some of the blocks, with ``hidden`` as their hidden states."""

@@ -24,7 +24,7 @@ from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotate
 from swarm_plugins.blocks.keepers import Keeper
 from swarm_plugins.blocks.masks import masks_of
 from swarm_plugins.blocks.own_layers import OwnLayers
-from swarm_plugins.blocks.packed import PACKED, PackedPast, Packing, packed_past, padding_of, rows_of
+from swarm_plugins.blocks.packed import PACKED, PackedPast, Packing, bounded, packed_past, padding_of, rows_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
 from swarm_plugins.blocks.routers import watch_routers
 from swarm_plugins.blocks.runner import StepInputs
@@ -159,15 +159,18 @@ class CutModel:
 
     def stacks(self, steps: Sequence[StepInputs], packing: Packing) -> list[list[int]]:
         """Returns which steps may share a forward, by their indices."""
-        if packing is Packing.SEQUENCE:
-            plain = [index for index, step in enumerate(steps) if step.is_plain]
-            return [*([plain] if plain else []), *([index] for index, step in enumerate(steps) if not step.is_plain)]
         if packing is Packing.NONE:
             return [[index] for index in range(len(steps))]
-        if packing is Packing.ROWS:
-            return stacks(steps, pads=any(self._joined.values()))
-        # Longer ones take more time to copy their keys than to multiply alone: L * D against D * D.
-        return stacks(steps, pads=True, longest=self.hidden_size)
+        if packing is Packing.PADDED:
+            # Longer ones take more time to copy their keys than to multiply alone: L * D against D * D.
+            return stacks(steps, pads=True, longest=self.hidden_size)
+        are_joined = any(self._joined.values())
+        if packing is Packing.SEQUENCE:
+            plain = [index for index, step in enumerate(steps) if step.is_plain]
+            groups = [*([plain] if plain else []), *([i] for i, step in enumerate(steps) if not step.is_plain)]
+        else:
+            groups = stacks(steps, pads=are_joined)
+        return [part for group in groups for part in bounded(steps, group)] if are_joined else groups
 
     def step_packed(self, steps: Sequence[StepInputs], packing: Packing) -> list[SpanOutputs]:
         """Runs the new tokens of several sessions in one forward and writes to their caches."""

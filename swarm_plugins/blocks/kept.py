@@ -28,10 +28,14 @@ class Kept:
         self._most = kept_by_window(window) if window else 1 << 62
         self.buffers = {block: empty_buffers(layout, num_rows, 0, device) for block, layout in layouts.items()}
 
-    def place_for(self, length: int, needed: int) -> tuple[int, int]:
-        """Returns the first token to keep of ``length``, and the least capacity that ``needed`` tokens then take."""
+    def place_for(self, length: int, needed: int, to_come: int = 0) -> tuple[int, int]:
+        """Returns the first token to keep of ``length``, and the least capacity that ``needed`` tokens then take.
+
+        With room for those ``to_come`` later, as far as a window keeps them.
+        """
         first = max(self.first if length else 0, first_kept(self.window, length))
-        return first, in_pages(needed) - first
+        least = in_pages(needed) - first
+        return first, max(least, min(in_pages(needed + to_come) - first, self._most))
 
     def ample(self, capacity: int) -> int:
         """Returns a capacity of at least so many tokens, with which few moves follow."""

@@ -129,7 +129,7 @@ class KVCache:
     @property
     def has_states(self) -> bool:
         """Whether some block has states."""
-        return any(layout.row_bytes or layout.grown_bytes for layout in self._layouts.values())
+        return any(layout.has_states for layout in self._layouts.values())
 
     @property
     def is_windowed(self) -> bool:
@@ -145,10 +145,11 @@ class KVCache:
         kept = self._of.get(block)
         return 0 if kept is None else kept.first
 
-    def reserve(self, new_tokens: int, *, goes_on: bool = False) -> None:
+    def reserve(self, new_tokens: int, *, goes_on: bool = False, to_come: int = 0) -> None:
         """Makes room for ``new_tokens`` more tokens per row, in all blocks at once; frees what has left a window.
 
-        With ``goes_on`` they are a further part of the step before: states go back to before its first part.
+        With ``goes_on`` they are a further part of the step before: states go back to before its first part. Buffers
+        that move get room for the ``to_come`` tokens behind them, too: they would be copied again and again.
 
         Raises:
             CapacityError: If the budget has no room; the cache is unchanged then.
@@ -164,7 +165,7 @@ class KVCache:
         due = [kept for kept in self._kept if kept.is_due(self.length, needed)]
         if not due:
             return
-        least = [Move(kept, *kept.place_for(self.length, needed)) for kept in due]
+        least = [Move(kept, *kept.place_for(self.length, needed, to_come)) for kept in due]
         ample = [move._replace(capacity=move.kept.ample(move.capacity)) for move in least]
         # By half where there is plenty of room, so that others still find some; else by the minimum.
         moves = ample if self._pool.fits(2 * self._cost(ample)) else least
@@ -178,20 +179,22 @@ class KVCache:
         """Keys and values that each block caches."""
         return max((layout.slots for layout in self._layouts.values()), default=1)
 
-    def growth_bytes(self, rows: int, tokens: int, new_tokens: int) -> int:
+    def growth_bytes(self, rows: int, tokens: int, new_tokens: int, *, selects: bool = False) -> int:
         """Returns the bytes needed on top for so many tokens in so many rows, and while the cache grows.
 
         Args:
             rows: Rows then.
             tokens: Tokens of each then.
             new_tokens: How many of them are new.
+            selects: Whether rows are selected before, which moves all buffers.
         """
         states = max(0, rows - self._num_rows_kept) * self._row_bytes
         moves = [Move(kept, *kept.place_for(tokens - new_tokens, tokens)) for kept in self._kept]
         growing = [
             move
             for move in moves
-            if rows * move.capacity > self.batch_size * move.kept.capacity
+            if selects
+            or rows * move.capacity > self.batch_size * move.kept.capacity
             or (tokens > new_tokens and tokens - move.kept.first > move.kept.capacity)
         ]
         return states + self._cost(growing, rows)
@@ -282,8 +285,8 @@ class KVCache:
         for kept in self._kept if length == 0 else ():
             kept.first = 0
 
-    def select(self, indices: Sequence[int]) -> None:
-        """Makes row ``i`` the old row ``indices[i]``.
+    def select(self, indices: Sequence[int], new_tokens: int = 0) -> None:
+        """Makes row ``i`` the old row ``indices[i]``, with room for new tokens.
 
         Raises:
             ConfigError: If ``indices`` is empty or names a row that does not exist.
@@ -300,7 +303,8 @@ class KVCache:
             if self._num_rows_kept:
                 self._keep_rows(max(len(rows), self._num_rows_kept))
             # Not with room for tokens that are gone: a crop leaves it, and other rows would multiply it.
-            self._move([Move(kept, *kept.place_for(self.length, self.length)) for kept in self._kept], rows)
+            needed = self.length + new_tokens
+            self._move([Move(kept, *kept.place_for(self.length, needed)) for kept in self._kept], rows)
             index = torch.tensor(rows, device=self._device)
             self.states = {key: state.index_select(0, index) for key, state in self.states.items()}
             self._before = None

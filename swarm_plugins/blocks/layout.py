@@ -54,9 +54,14 @@ class BlockKV(NamedTuple):
         return sum(heads.num_bytes for heads in self.heads) + 2 * self.grown_bytes
 
     @property
+    def has_states(self) -> bool:
+        """Whether the block has states besides keys and values."""
+        return self.row_bytes > 0 or self.grown_bytes > 0
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is keys and values, and nothing else."""
-        return self.key_heads > 0 and self.slots == 1 and not (self.index_width or self.row_bytes or self.grown_bytes)
+        return self.key_heads > 0 and self.slots == 1 and not (self.index_width or self.has_states)
 
 
 def first_kept(window: int, length: int) -> int:
@@ -75,6 +80,8 @@ class SessionBytes(NamedTuple):
     """The most tokens that these keep, see `kept_by_window`."""
     row_bytes: int
     """Of one row at any length: its states, and those before the last step."""
+    largest: tuple[int, int]
+    """Of one token in the largest block that keeps all tokens, and in the largest that keeps a window."""
 
     @classmethod
     def of(cls, layouts: Iterable[BlockKV]) -> SessionBytes:
@@ -86,6 +93,10 @@ class SessionBytes(NamedTuple):
             sum(one.token_bytes for one in known if one.window),
             kept_by_window(window) if window else 0,
             2 * sum(one.row_bytes for one in known),
+            (
+                max((one.token_bytes for one in known if not one.window), default=0),
+                max((one.token_bytes for one in known if one.window), default=0),
+            ),
         )
 
     def tokens_in(self, num_bytes: int) -> int:
@@ -97,3 +108,12 @@ class SessionBytes(NamedTuple):
             return free // both
         kept = self.window_tokens * self.window_bytes
         return (free - kept) // self.token_bytes if self.token_bytes else sys.maxsize
+
+    def pages_in(self, num_bytes: int) -> int:
+        """Returns how many tokens, in whole pages, one row can grow to.
+
+        Blocks move one by one: of the largest, the old buffers, a page smaller, are beside the new ones.
+        """
+        of_all, of_window = self.largest
+        both = self._replace(token_bytes=self.token_bytes + of_all, window_bytes=self.window_bytes + of_window)
+        return both.tokens_in(num_bytes + PAGE_TOKENS * of_all) // PAGE_TOKENS * PAGE_TOKENS

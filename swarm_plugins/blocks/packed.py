@@ -31,6 +31,9 @@ from swarm_plugins.errors import UnsupportedError
 
 PACKED = "swarm_packed"
 """Name of the attention and mask implementation."""
+MOST_JOINED_TOKENS = 8192
+"""Cached and new tokens of all sessions in one forward, where their keys and values are made from latents: in
+DeepSeek-V3 these take 82 kB a token. One session may have more."""
 
 _PAST: ContextVar[ApartPast | None] = ContextVar("swarm_packed_past", default=None)
 
@@ -89,6 +92,24 @@ def rows_of(steps: Sequence[StepInputs]) -> list[PackedRows]:
         parts.append(PackedRows(step, start))
         start += parts[-1].num_tokens
     return parts
+
+
+def bounded(steps: Sequence[StepInputs], group: Sequence[int]) -> list[list[int]]:
+    """Cuts a group of steps, by their indices, where a family computes keys and values from what all their caches hold.
+
+    From latents as in MLA they become many times as wide, those of all sessions in a forward at the same time.
+    """
+    groups: list[list[int]] = []
+    room = 0
+    for index in group:
+        rows, num_new = steps[index].hidden.shape[:2]
+        num_tokens = rows * (steps[index].cache.length + num_new)
+        if num_tokens > room:
+            groups.append([])
+            room = MOST_JOINED_TOKENS
+        groups[-1].append(index)
+        room -= num_tokens
+    return groups
 
 
 def padding_of(step: StepInputs) -> Tensor | None:

@@ -62,6 +62,11 @@ class SpanSpec:
         """Bytes that one row takes there at any length: its states, and those before the last step."""
         return self.session_bytes(self.kv_layouts).row_bytes
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some block has states."""
+        return any(layout.has_states for layout in self.kv_layouts.values())
+
     def session_bytes(self, blocks: Iterable[int]) -> SessionBytes:
         """Returns what the caches of those blocks take that are held here."""
         return SessionBytes.of(self.kv_layouts[block] for block in blocks if block in self.kv_layouts)
@@ -99,6 +104,8 @@ class StepInputs(SpanInputs):
     cache: KVCache
     goes_on: bool = False
     """Whether they are a further part of the session's last step, and are taken back with it."""
+    to_come: int = 0
+    """Tokens of the same step in each row that run later: its cache makes room for them, too."""
 
 
 class SpanRunner(Protocol):

@@ -115,7 +115,7 @@ class Span:
         if len({id(step.cache) for step in steps}) != len(steps):
             raise ConfigError("a session appears twice in one step: its steps follow one another")
         for step in steps:
-            step.cache.reserve(step.hidden.shape[1], goes_on=step.goes_on)
+            step.cache.reserve(step.hidden.shape[1], goes_on=step.goes_on, to_come=step.to_come)
         # Caches count new tokens only when everything has run, so an exception leaves all as they were.
         with torch.inference_mode():
             outputs: dict[int, SpanOutputs] = {}

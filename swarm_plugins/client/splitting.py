@@ -30,9 +30,8 @@ def check_whole(inputs: SpanInputs, cached: int) -> None:
     rows, least = inputs.hidden.shape[0], inputs.num_together(cached) or 1
     if least > 1 and rows * least > tokens_per_message(inputs):
         raise UnsupportedError(
-            f"the first {least} tokens of {rows} rows have to run at once, since this model's rotary embeddings depend "
-            "on the length (LongRoPE), and do not fit in one message: give fewer rows, and leave out "
-            "output_hidden_states"
+            f"the first {least} tokens of {rows} rows have to run at once (padding that states of fixed size see, or "
+            "LongRoPE) and do not fit in one message: give fewer rows, and leave out output_hidden_states"
         )
 
 

@@ -35,6 +35,7 @@ def assembled(checkpoint: Checkpoint, spans: HostedSpans) -> Service:
         end=spans.spec.blocks.stop,
         dtype=str(spans.spec.dtype).removeprefix("torch."),
         quantization="none" if published is None else published.name,
+        has_states=spans.spec.has_states,
         codecs=CODECS,
     )
     return Service(announced=announced, runner=spans, scheduler=scheduler, prefixes=PrefixStore(spans.pool))

@@ -226,6 +226,7 @@ class Mover:
             kv_row_tokens=span.spec.kv_row_tokens,
             kv_token_bytes=span.spec.kv_token_bytes,
             kv_row_bytes=span.spec.kv_row_bytes,
+            has_states=span.spec.has_states,
             **changes,
         )
         return offered

@@ -276,6 +276,7 @@ class SwarmServer:
             kv_row_tokens=span.spec.kv_row_tokens,
             kv_token_bytes=span.spec.kv_token_bytes,
             kv_row_bytes=span.spec.kv_row_bytes,
+            has_states=span.spec.has_states,
             max_session_tokens=max_session_tokens,
             needs=() if share is None else share.needs,
             pushes=True,

@@ -19,6 +19,7 @@ from type_models import save_type
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.backbone import swarm_connection
+from swarm_plugins.client.sessions import pipe
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.speculation.pace import Pace
@@ -73,6 +74,33 @@ def test_eight_clients_at_once_get_the_local_tokens(remote: PreTrainedModel, loc
     with ThreadPoolExecutor(len(prompts)) as threads:
         found = list(threads.map(lambda prompt: remote.generate(prompt, **wanted).tolist(), prompts))
     assert found == expected
+
+
+@pytest.mark.parametrize("why", ["pipe", "message", "pack"])
+def test_padding_beyond_the_first_chunk_runs_with_it(
+    why: str,
+    directory: Path,
+    swarm: InProcessSwarm,
+    local: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In chunks for servers that work at once, as small as they allow, or as a server packs."""
+    if why == "pipe":
+        monkeypatch.setattr(pipe, "_LEAST_TOKENS", 1)
+        monkeypatch.setattr(pipe, "num_chunks", lambda *_: 4)
+    for service in swarm.services.values():
+        if why == "message":
+            service.describe(max_batch_tokens=128)
+        elif why == "pack":
+            service.scheduler._thread._chunk_tokens = 128
+    remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+    ids = torch.randint(3, 90, (2, 200), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :100] = 0
+    wanted = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    found = remote.generate(ids, **wanted).tolist()
+    # The local model of this type depends on how a padded text is cut.
+    assert local.config.model_type == "minimax_m3_vl_text" or found == local.generate(ids, **wanted).tolist()
 
 
 class Killer(LogitsProcessor):

@@ -38,7 +38,7 @@ def test_their_processes_say_what_local_says(model_type: str, tmp_path: Path) ->
         compare_with_local(remote, directory)
         with closing(swarm_connection(remote)):
             infos = stack_of(remote).remote.view.infos.values()
-            assert {(info.start, info.end): info.kv_row_tokens > 0 for info in infos} == spans
+            assert {(info.start, info.end): info.kv_row_tokens > 0 and info.has_states for info in infos} == spans
 
 
 @torch.no_grad()

@@ -59,7 +59,11 @@ def computed(swarm: InProcessSwarm) -> list[tuple[int, int]]:
     return found
 
 
-def test_the_second_session_computes_only_the_rest(directory: Path, swarm: InProcessSwarm) -> None:
+@pytest.mark.parametrize("chunk_tokens", [1024, 50])
+def test_the_second_session_computes_only_the_rest(directory: Path, swarm: InProcessSwarm, chunk_tokens: int) -> None:
+    """Although a window has left the first pages when a prompt ends that runs in several chunks."""
+    for service in swarm.services.values():
+        service.scheduler._thread._chunk_tokens = chunk_tokens
     local, remote = AutoModelForCausalLM.from_pretrained(directory).eval(), load(directory, swarm)
     expected = generate(local, PROMPT)
     assert torch.equal(generate(remote, PROMPT), expected)
@@ -132,6 +136,11 @@ def test_pages_give_way_to_sessions() -> None:
         prefixes.keep("a", cache, begun, [name + b"0", name + b"1"], outputs)
     assert len(prefixes) == 4
     assert prefixes.num_bytes == 4 * page_bytes
+    # There is room for what follows the pages at once: it is promised without a move in between.
+    other = KVCache(pool, {0: layout}, range(1), 1, torch.device("cpu"))
+    assert len(prefixes.restore(other, [b"x0", b"x1"], 5 * PAGE)) == 2
+    assert other.capacity == 5 * PAGE
+    other.close()
     # Beginning with the least recently used ones, and no further than has to be.
     assert len(prefixes.restore(cache, [b"x0", b"x1"])) == 2
     pool.reserve(pool.free_bytes - 2 * page_bytes)

@@ -154,3 +154,22 @@ def test_tokens_that_are_encoded_together_are_not_cut(
 ) -> None:
     whole = SpanInputs(blocks=range(1), hidden=torch.randn(2, 20, WIDTH), position_ids=positions, whole_beyond=10)
     assert [part.hidden.shape[1] for part in whole.cut_tokens(4, cached)] == expected
+
+
+@pytest.mark.parametrize(
+    ("has_states", "padded", "expected"),
+    [
+        pytest.param(True, [(0, 0, 6)], [6, 4], id="padding-of-one-row"),
+        pytest.param(True, [(0, 0, 2), (1, 5, 6)], [6, 4], id="padding-inside-a-row"),
+        pytest.param(True, [], [4, 4, 2], id="no-padding"),
+        pytest.param(False, [(0, 0, 6)], [4, 4, 2], id="no-states"),
+    ],
+)
+def test_padding_that_states_see_is_not_cut(
+    has_states: bool, padded: list[tuple[int, int, int]], expected: list[int]
+) -> None:
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    for row, start, end in padded:
+        mask[row, start:end] = False
+    whole = SpanInputs(blocks=range(1), hidden=torch.randn(2, 10, WIDTH), attention_mask=mask, has_states=has_states)
+    assert [part.hidden.shape[1] for part in whole.cut_tokens(4, 0)] == expected

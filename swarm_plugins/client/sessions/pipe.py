@@ -119,8 +119,9 @@ class Pipe:
         if tokens == 1:
             return [self._inputs]
         spans, least, limit = self.spans, 1, tokens
-        for span in spans:
-            check_whole(replace(self._inputs, blocks=span.blocks), self._cached)
+        owns = [span.own(self._inputs) for span in spans]
+        for own in owns:
+            check_whole(own, self._cached)
         if is_pushed:
             limit = min(span.tokens_at_once(self._inputs) for span in spans)
             least = math.ceil(tokens / limit)
@@ -130,7 +131,8 @@ class Pipe:
             least = max(least, min(num_chunks(len(spans), rows * tokens, step_s, token_s), most))
         if least == 1:
             return [self._inputs]
-        return self._inputs.cut_tokens(page_size(math.ceil(tokens / least), limit), self._cached)
+        inputs = replace(self._inputs, has_states=any(own.has_states for own in owns))
+        return inputs.cut_tokens(page_size(math.ceil(tokens / least), limit), self._cached)
 
     def _prepare(self, chunks: Sequence[SpanInputs]) -> None:
         """Makes the calls that servers are told of ahead: each gets its input from the server before."""

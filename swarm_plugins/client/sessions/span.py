@@ -85,6 +85,11 @@ class SpanSession:
         """Whether the session ended after something was sent to it."""
         return self.channel is None and bool(self.history.steps)
 
+    def own(self, inputs: SpanInputs) -> SpanInputs:
+        """Returns inputs as those of its blocks, which may have states, as far as its server has said so."""
+        info = self._servers.view.said(self.peer)
+        return replace(inputs, blocks=self.blocks, has_states=info is not None and info.has_states)
+
     # -- the cache ----------------------------------------------------------------------------------------------------
 
     def apply(self, ops: Sequence[CacheOp]) -> None:
@@ -188,7 +193,7 @@ class SpanSession:
 
     async def advance(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs new tokens, in parts small enough for the server."""
-        inputs = replace(inputs, blocks=self.blocks)
+        inputs = self.own(inputs)
         rows, tokens = inputs.hidden.shape[:2]
         if self.channel is None:
             await self.open(rows)

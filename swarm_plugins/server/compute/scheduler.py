@@ -13,7 +13,7 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.server.compute.thread import ComputeThread
-from swarm_plugins.server.compute.work import LITTLE, Call, Load, Parts, Step, Work, log_outcome
+from swarm_plugins.server.compute.work import LITTLE, Call, Load, OnChunk, Parts, Step, Work, log_outcome
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.state.points import Points
@@ -118,6 +118,7 @@ class Scheduler:
         prepare: Callable[[], None] | None = None,
         peer: str = "",
         takes_long: bool = False,
+        on_chunk: OnChunk | None = None,
     ) -> SpanOutputs:
         """Runs the new tokens of one session, packed with other sessions'; other queued work must not touch its cache.
 
@@ -127,7 +128,7 @@ class Scheduler:
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        item = Step(inputs, prepare, peer, takes_long=takes_long)
+        item = Step(inputs, prepare, peer, takes_long=takes_long, on_chunk=on_chunk)
         result: SpanOutputs = await self._submit(item, self._waiting_steps, timeout_s)
         return result
 

@@ -252,11 +252,11 @@ class ComputeThread:
     def _training_before(self, current: Call | Step, had_s: float) -> Call | None:
         """Returns the training of another peer that goes before a step that takes long, if there is one.
 
-        Training never interrupts training: what both hold for their gradients would be in memory at once.
+        Training never interrupts training: both graphs would take memory. The server's own waits too: it changes spans.
         """
         if not isinstance(current, Step):
             return None
-        waiting = [item for item in self._long if isinstance(item, Call) and item.peer != current.peer]
+        waiting = [item for item in self._long if isinstance(item, Call) and item.peer not in ("", current.peer)]
         return next(iter(self._turns.before(current, waiting, had_s)), None)
 
     @property

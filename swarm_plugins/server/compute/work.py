@@ -31,6 +31,9 @@ class Load(NamedTuple):
 LITTLE = Load()
 """Of what computes on no tokens: cache operations, norms, checks. It is charged for, but teaches no pace."""
 
+OnChunk = Callable[[Sequence[SpanOutputs]], None]
+"""Gets the outputs of a step so far, on the compute thread, before its next chunk makes room. It must not raise."""
+
 Parts = Generator[None, None, T]
 """A function in parts: other work may run wherever it yields; it returns the result."""
 
@@ -135,16 +138,23 @@ class Step(Work):
     A step that ``takes_long`` runs as training does: alone, and others run between its blocks.
     """
 
-    __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "prepare", "takes_long")
+    __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "on_chunk", "prepare", "takes_long")
 
     def __init__(
-        self, inputs: StepInputs, prepare: Callable[[], None] | None, peer: str = "", *, takes_long: bool = False
+        self,
+        inputs: StepInputs,
+        prepare: Callable[[], None] | None,
+        peer: str = "",
+        *,
+        takes_long: bool = False,
+        on_chunk: OnChunk | None = None,
     ) -> None:
         super().__init__(peer)
         self.arrived = time.monotonic()
         self.inputs = inputs
         self.prepare = prepare
         self.takes_long = takes_long
+        self.on_chunk = on_chunk
         self._num_done = 0
         self._cached: int | None = None
         self._outputs: list[SpanOutputs] = []
@@ -168,12 +178,12 @@ class Step(Work):
     def least(self) -> int:
         """How many of its tokens per row have to run next at once.
 
-        All, if tokens see later ones, or states of fixed size padding in the first tokens only.
+        All, if tokens see later ones.
         """
         inputs = self.inputs
-        if inputs.layer_masks is not None or (inputs.attention_mask is not None and inputs.cache.has_states):
+        if inputs.layer_masks is not None:
             return self.num_left
-        if inputs.whole_beyond is None or self._num_done:
+        if self._num_done or self.num_left == 1:
             return 1
         return inputs.num_together(inputs.cache.length) or 1
 
@@ -210,12 +220,15 @@ class Step(Work):
         whole, first = self.inputs, self._num_done
         if first == 0 and num_tokens == self.num_left:
             return whole
-        return replace(whole.take_tokens(first, first + num_tokens), goes_on=first > 0)
+        chunk = whole.take_tokens(first, first + num_tokens)
+        return replace(chunk, goes_on=first > 0, to_come=self.num_left - num_tokens)
 
     def add(self, chunk: StepInputs, outputs: SpanOutputs) -> None:
         """Takes the outputs of the latest chunk."""
         self._num_done += int(chunk.hidden.shape[1])
         self._outputs.append(outputs)
+        if self.on_chunk is not None and self.num_left:
+            self.on_chunk(self._outputs)
 
     def result(self) -> SpanOutputs:
         """Returns the outputs of the whole step."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.prefixes import Begun, PrefixStore, has_whole_pages
 from swarm_plugins.server.state.sessions import Session
 
-Run = Callable[[StepInputs], Awaitable[SpanOutputs]]
-"""Runs a step."""
+log = logging.getLogger(__name__)
+
+Run = Callable[..., Awaitable[SpanOutputs]]
+"""Runs a step; takes `Step.on_chunk`, too."""
 
 
 async def run_beginning(service: Service, session: Session, inputs: StepInputs, run: Run) -> tuple[SpanOutputs, int]:
@@ -39,11 +42,17 @@ async def run_beginning(service: Service, session: Session, inputs: StepInputs, 
         return await run(inputs), 0
     try:
         known = await service.scheduler.call(
-            lambda: prefixes.restore(session.cache, keys), timeout_s=limits.REQUEST_TIMEOUT_S, peer=session.peer
+            lambda: prefixes.restore(session.cache, keys, num_new),
+            timeout_s=limits.REQUEST_TIMEOUT_S,
+            peer=session.peer,
         )
         num_known = len(known) * PAGE_TOKENS
         if num_known < num_new:
-            outputs = await run(inputs.take_tokens(num_known, num_new) if known else inputs)
+            keep_part = functools.partial(_keep_part, prefixes, session, begun, keys, tuple(known))
+            outputs = await run(
+                inputs.take_tokens(num_known, num_new) if known else inputs,
+                on_chunk=keep_part if session.cache.is_windowed else None,
+            )
             known.append(outputs.hidden)
     except BaseException:
         # A step that fails leaves the cache as it was.
@@ -62,6 +71,25 @@ def _take_back(session: Session, num_tokens: int) -> None:
         # A window may have left what would be needed: the client replays the session then.
         with contextlib.suppress(RewindError):
             session.cache.crop(num_tokens)
+
+
+def _keep_part(
+    prefixes: PrefixStore,
+    session: Session,
+    begun: Begun,
+    keys: Sequence[bytes],
+    known: Sequence[Tensor],
+    outputs: Sequence[SpanOutputs],
+) -> None:
+    """Keeps the pages of a step that has run in part, whose next chunk frees what has left a window. Never raises."""
+    parts = [*known, *(one.hidden for one in outputs)]
+    if sum(part.shape[1] for part in parts[:-1]) >= len(keys) * PAGE_TOKENS:
+        return
+    hidden = torch.cat(parts, dim=1)
+    try:
+        prefixes.keep(session.peer, session.cache, begun, keys[: hidden.shape[1] // PAGE_TOKENS], hidden)
+    except Exception:
+        log.exception("the beginning of a session could not be kept")
 
 
 def _keep(

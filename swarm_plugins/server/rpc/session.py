@@ -172,13 +172,16 @@ class _Stream:
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,
                 whole_beyond=service.spec.whole_beyond,
+                has_states=session.cache.has_states,
             )
             # Unknown until the answer is signed: a step that fails may have changed the cache all the same.
             history, session.history = session.history, b""
             run = functools.partial(
                 service.scheduler.step,
                 timeout_s=limits.REQUEST_TIMEOUT_S,
-                prepare=(lambda: session.change(request.ops)) if request.ops else None,
+                prepare=functools.partial(session.change, request.ops, request.hidden.shape[1])
+                if request.ops
+                else None,
                 peer=self._peer,
                 takes_long=_takes_long(adapters),
             )

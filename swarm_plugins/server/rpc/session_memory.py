@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.ledger import Charge, room_of
 from swarm_plugins.server import limits
@@ -12,7 +13,8 @@ from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_hidden, check_tensors
 from swarm_plugins.server.rpc.costs import forward_bytes
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.sessions import Session, shape_after
+from swarm_plugins.server.state.cutting import check_together
+from swarm_plugins.server.state.sessions import Session, selected_rows, shape_after
 from swarm_plugins.transport.messages import SessionStep
 
 
@@ -24,20 +26,20 @@ def admitted(service: Service, session: Session, request: SessionStep, charge: C
         RequestError: If it does not fit the session.
         CapacityError: If there is no memory.
     """
-    with room(service, session.peer, _check_step(service, session, request)):
+    with room(service, session.peer, _check_step(service, session, request), session):
         charge.claim(forward_bytes(service, request, len(session.blocks)))
         yield
 
 
 def max_tokens(service: Service, blocks: range, batch_size: int) -> int:
-    """Returns the longest sequence of a batch that the KV budget could hold without other sessions."""
+    """Returns the longest sequence of a batch that could grow in the KV budget without other sessions."""
     if not 1 <= batch_size <= service.max_batch_tokens:
         raise BadRequestError(f"batch_size is {batch_size}, expected 1 to {service.max_batch_tokens}")
     most = service.max_session_tokens
     if service.kv_bytes is None:
         return most
     room_of_row = int(service.kv_bytes * limits.MAX_KV_SHARE) // batch_size
-    return min(most, service.spec.session_bytes(blocks).tokens_in(room_of_row))
+    return min(most, service.spec.session_bytes(blocks).pages_in(room_of_row))
 
 
 def too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
@@ -79,12 +81,23 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> int
             "attention_mask has padding among new tokens that follow cached ones: blocks with states of fixed size see "
             "it in the first step only, send the whole prompt with that"
         )
-    return session.cache.growth_bytes(rows, cached + num_new, num_new)
+    if num_new > 1:
+        inputs = SpanInputs(
+            blocks=session.blocks,
+            hidden=request.hidden,
+            position_ids=request.position_ids,
+            attention_mask=mask,
+            whole_beyond=service.spec.whole_beyond,
+            has_states=session.cache.has_states,
+        )
+        check_together(inputs, cached, service.spec, service.run_limits)
+    selects = selected_rows(request.ops, session.cache.batch_size) is not None
+    return session.cache.growth_bytes(rows, cached + num_new, num_new, selects=selects)
 
 
 @contextlib.contextmanager
-def room(service: Service, peer: str, asked: int) -> Iterator[None]:
-    """Keeps room for ``asked`` bytes of caches more; for that it closes sessions whose lease is over.
+def room(service: Service, peer: str, asked: int, session: Session | None = None) -> Iterator[None]:
+    """Keeps room for ``asked`` bytes more of a session's cache; for that it closes sessions whose lease is over.
 
     Raises:
         CapacityError: If they do not fit even then, or make one peer's caches too large; nothing is closed then.
@@ -117,5 +130,5 @@ def room(service: Service, peer: str, asked: int) -> Iterator[None]:
         victim.is_closed = True
         # Before whatever asks for the room: it comes later to the same queue.
         service.scheduler.post(victim.close)
-    with sessions.growing(peer, asked):
+    with sessions.growing(peer, asked, session):
         yield

@@ -80,6 +80,25 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Por
     return [Portion(inputs=one, part_tokens=part, held_bytes=held_bytes if part else 0) for one in cuts]
 
 
+def check_together(inputs: SpanInputs, cached: int, spec: SpanSpec, limits: RunLimits) -> None:
+    """Checks the new tokens of a session, after ``cached`` ones, of which some may have to run at once.
+
+    Raises:
+        CapacityError: If these take more memory than a run may.
+    """
+    rows, least = inputs.hidden.shape[0], inputs.num_together(cached)
+    if least is None:
+        return
+    token_bytes = limits.token_bytes + _STATES * spec.hidden_size * spec.dtype.itemsize
+    num_bytes = rows * least * (token_bytes + (cached + least) * _mask_bytes(inputs, spec))
+    if num_bytes > limits.run_bytes:
+        raise CapacityError(
+            f"the first {least} new tokens of {rows} rows have to run at once, since they have padding that states of "
+            f"fixed size see, or pass the border of LongRoPE, and take about {num_bytes} bytes, the limit is "
+            f"{limits.run_bytes}: send fewer rows, or use a server with more memory"
+        )
+
+
 def _in_time(tokens: int, total: int, spec: SpanSpec) -> int:
     """Returns how many tokens of long rows take as long as so many of short ones."""
     # Attention takes 2 x L x D multiplications for a token, half of them masked; the products of a block about 12 x D².

@@ -111,8 +111,11 @@ class PrefixStore:
             found.append(key)
         return found
 
-    def restore(self, cache: KVCache, keys: Sequence[bytes]) -> list[Tensor]:
-        """Appends the pages that are known, from the first on, to a session's cache; returns their outputs."""
+    def restore(self, cache: KVCache, keys: Sequence[bytes], num_new: int = 0) -> list[Tensor]:
+        """Appends the pages that are known, from the first on, to a session's cache; returns their outputs.
+
+        There is room for ``num_new`` tokens then, those of the pages and what follows them.
+        """
         pages: list[_Page] = []
         for key in keys:
             page = self._pages.get(key)
@@ -126,7 +129,7 @@ class PrefixStore:
             self._shares.touch(key)
         try:
             # It may displace pages, but those at hand stay in memory.
-            cache.reserve(len(pages) * PAGE_TOKENS)
+            cache.reserve(len(pages) * PAGE_TOKENS, to_come=max(0, num_new - len(pages) * PAGE_TOKENS))
         except CapacityError:
             return []
         for page in pages:

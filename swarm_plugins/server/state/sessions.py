@@ -21,6 +21,7 @@ MAX_OPS = 256
 """Most cache operations in one step; clients send a few, a message could hold ten thousands."""
 _MAX_OP_ROWS = 1 << 16
 """Most rows after all operations of a step together: a message of 7 kB could name millions, one after the other."""
+_SHORTENING = ("crop", "reset")
 
 
 @dataclass(eq=False)
@@ -61,15 +62,29 @@ class Session:
         finally:
             self.is_busy = False
 
-    def change(self, ops: tuple[CacheOp, ...]) -> None:
-        """Applies checked operations; only on the compute thread."""
+    def change(self, ops: tuple[CacheOp, ...], new_tokens: int) -> None:
+        """Applies checked operations before a step; only on the compute thread."""
         self.num_changes += 1
-        apply_ops(ops, self.cache)
+        apply_ops(ops, self.cache, new_tokens)
 
     def close(self) -> None:
         """Releases the cache; only on the compute thread. Idempotent."""
         self.is_closed = True
         self.cache.close()
+
+
+@dataclass(eq=False)
+class _Growth:
+    """What a session may take at most while a step runs."""
+
+    peer: str
+    most_bytes: int
+    session: Session | None
+
+    @property
+    def num_left(self) -> int:
+        """Bytes of it that the session does not hold yet: a long step takes them chunk by chunk."""
+        return max(0, self.most_bytes - (0 if self.session is None else self.session.held_bytes))
 
 
 class SessionTable:
@@ -79,7 +94,7 @@ class SessionTable:
         self.max_per_peer = max_per_peer
         self._sessions: dict[str, Session] = {}
         self._per_peer: Counter[str] = Counter()
-        self._growing: Counter[str] = Counter()
+        self._growths: dict[_Growth, None] = {}
 
     def __len__(self) -> int:
         """Returns the number of open sessions."""
@@ -135,18 +150,17 @@ class SessionTable:
     def held_bytes(self, owns: Callable[[str], bool] = lambda _: True) -> int:
         """Returns the bytes of the KV budget that sessions of some peers hold, or are about to."""
         held = sum(session.held_bytes for session in self._sessions.values() if owns(session.peer))
-        return held + sum(amount for peer, amount in self._growing.items() if owns(peer))
+        return held + sum(growth.num_left for growth in self._growths if owns(growth.peer))
 
     @contextlib.contextmanager
-    def growing(self, peer: str, amount: int) -> Iterator[None]:
-        """Counts what a session of ``peer`` is about to take; until the end it may count twice."""
-        self._growing[peer] += amount
+    def growing(self, peer: str, amount: int, session: Session | None = None) -> Iterator[None]:
+        """Counts what a session of ``peer``, or one that is about to open, has not taken yet of ``amount``."""
+        growth = _Growth(peer, amount + (0 if session is None else session.held_bytes), session)
+        self._growths[growth] = None
         try:
             yield
         finally:
-            self._growing[peer] -= amount
-            if not self._growing[peer]:
-                del self._growing[peer]
+            del self._growths[growth]
 
     def expired(self, lease_s: float, *, rank: Callable[[str], float] = lambda _: 0.0) -> list[Session]:
         """Returns the sessions without a step for ``lease_s``: of peers of the lowest rank first, then the idlest."""
@@ -211,23 +225,25 @@ def _rows_after(op: CacheOp, batch_size: int) -> int:
     return len(op.indices)
 
 
-def apply_ops(ops: tuple[CacheOp, ...], cache: KVCache) -> None:
-    """Applies checked operations; only on the compute thread."""
-    rows, length = np.arange(cache.batch_size), cache.length
+def selected_rows(ops: tuple[CacheOp, ...], batch_size: int) -> list[int] | None:
+    """Returns the rows after checked operations, by their indices before; None if all are where they were."""
+    rows = np.arange(batch_size)
     for op in ops:
-        if op.kind == "crop":
-            length = min(length, op.indices[0])
-        elif op.kind == "repeat":
+        if op.kind == "repeat":
             rows = rows.repeat(op.indices[0])
-        elif op.kind == "reset":
-            length = 0
-        else:
+        elif op.kind in ("reorder", "select"):
             rows = rows[list(op.indices)]
+    return None if np.array_equal(rows, np.arange(batch_size)) else rows.tolist()
+
+
+def apply_ops(ops: tuple[CacheOp, ...], cache: KVCache, new_tokens: int) -> None:
+    """Applies checked operations, before so many new tokens; only on the compute thread."""
+    length = min([cache.length, *(op.indices[0] if op.kind == "crop" else 0 for op in ops if op.kind in _SHORTENING)])
     # The cache is copied once, however many operations there are: the rest of the server waits meanwhile.
     if length < cache.length:
         try:
             cache.crop(length)
         except RewindError as error:
             raise RequestError("unknown_session", f"{error}: open a new session and replay") from None
-    if not np.array_equal(rows, np.arange(cache.batch_size)):
-        cache.select(rows.tolist())
+    if (rows := selected_rows(ops, cache.batch_size)) is not None:
+        cache.select(rows, new_tokens)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm_plugins.block_io import PAGE_TOKENS
 from swarm_plugins.blocks.kv import KVCache, KVPool
-from swarm_plugins.blocks.layout import BlockKV
+from swarm_plugins.blocks.layout import BlockKV, SessionBytes
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError, ConfigError
 
@@ -224,6 +224,36 @@ def test_growth_is_known_before(tokens: int) -> None:
         pool.budget_bytes = pool.used_bytes + cache.growth_bytes(3, 1000, 1000) - missing
         with pytest.raises(CapacityError) if missing else contextlib.nullcontext():
             cache.reserve(1000)
+
+
+def test_growth_with_rows_in_another_order_is_known_before() -> None:
+    for missing in (0, 1):
+        pool = KVPool(1 << 20)
+        cache = session_of(pool, rows=3)
+        fill(cache, 100)
+        asked = cache.growth_bytes(3, 101, 1, selects=True)
+        pool.budget_bytes = pool.used_bytes + asked - missing
+        with pytest.raises(CapacityError) if missing else contextlib.nullcontext():
+            cache.select([1, 0, 2], 1)
+            cache.reserve(1)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+def test_a_session_can_grow_to_what_is_promised(num_blocks: int) -> None:
+    """Token by token, or with one prompt in chunks, to which nothing but its own pages has been promised."""
+    layouts = dict.fromkeys(range(num_blocks), LAYOUT)
+    pool = KVPool(20 * PAGE_TOKENS * num_blocks * LAYOUT.token_bytes)
+    tokens = SessionBytes.of(layouts.values()).pages_in(pool.budget_bytes)
+    assert tokens == PAGE_TOKENS * {1: 10, 2: 13, 4: 16}[num_blocks]
+    for size in (1, 4 * PAGE_TOKENS):
+        cache = KVCache(pool, layouts, range(num_blocks), 1, torch.device("cpu"))
+        if size > 1:
+            pool.budget_bytes = cache.growth_bytes(1, tokens, tokens)
+        while cache.length < tokens:
+            new = min(size, tokens - cache.length)
+            cache.reserve(new, goes_on=size > 1, to_come=tokens - cache.length - new if size > 1 else 0)
+            cache.advance(new)
+        cache.close()
 
 
 def spec_of(layouts: list[BlockKV]) -> SpanSpec:

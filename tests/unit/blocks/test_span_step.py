@@ -10,6 +10,7 @@ from blocks_kit import BLOCKS, WIDTH, Pair, base, run_local, states
 from torch import Tensor
 from transformers import DynamicCache
 
+from swarm_plugins import blocks
 from swarm_plugins.blocks import KVCache, SpanInputs, StepInputs
 from swarm_plugins.blocks.packed import Packing
 from swarm_plugins.errors import CapacityError, ConfigError
@@ -30,6 +31,16 @@ def pair(request: pytest.FixtureRequest, pair_of: Callable[[str], Pair]) -> Iter
 def full_cache() -> DynamicCache:
     """HF's cache with all tokens of all layers, also of sliding ones."""
     return DynamicCache()
+
+
+def test_the_first_chunk_of_a_step_makes_room_for_all(pair_of: Callable[[str], Pair]) -> None:
+    pair = pair_of("llama")
+    session = pair.span.new_cache(1, BLOCKS)
+    pair.step(session, states(1, 40, WIDTH), to_come=160)
+    capacity = session.capacity
+    pair.step(session, states(1, 160, WIDTH), goes_on=True)
+    assert session.capacity == capacity == 256
+    session.close()
 
 
 @torch.no_grad()
@@ -177,6 +188,31 @@ def test_packed_sessions_equal_separate_ones(pair: Pair) -> None:
             torch.testing.assert_close(output.hidden[real], expected[real], **CLOSE)
     for session in (*packed, *alone):
         session.close()
+
+
+def test_few_latents_of_packed_sessions_become_keys_and_values_at_once(
+    pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of("deepseek_v3")
+    monkeypatch.setattr(blocks.packed, "MOST_JOINED_TOKENS", 50)
+    sessions = [pair.span.new_cache(1, BLOCKS) for _ in range(5)]
+    copies = [pair.span.new_cache(1, BLOCKS) for _ in range(5)]
+    for index, length in enumerate((19, 29, 9, 69, 9)):
+        for one in (sessions[index], copies[index]):
+            pair.step(one, states(1, length, WIDTH, seed=index))
+    made: list[int] = []
+    latent = pair.span.module(0, "self_attn.kv_b_proj")
+    hook = latent.register_forward_pre_hook(lambda _, given: made.append(given[0].shape[-2]))
+    hidden = [states(1, 1, WIDTH, seed=index) for index in range(5)]
+    outputs = pair.span.step(
+        [StepInputs(cache=one, blocks=BLOCKS, hidden=new) for one, new in zip(sessions, hidden, strict=True)]
+    )
+    hook.remove()
+    assert made == [20 + 30, 10, 70, 10]
+    for copy, new, output in zip(copies, hidden, outputs, strict=True):
+        torch.testing.assert_close(output.hidden, pair.step(copy, new), **CLOSE)
+    for one in (*sessions, *copies):
+        one.close()
 
 
 def test_packed_sliding_sessions_past_the_window_equal_separate_ones(pair_of: Callable[[str], Pair]) -> None:

@@ -36,6 +36,7 @@ class FakeCache:
     """Remembers the first number of every token of the first row."""
 
     has_states = False
+    is_windowed = False
 
     def __init__(self, runner: FakeRunner, batch_size: int, length: int = 0) -> None:
         self.runner = runner
@@ -54,17 +55,18 @@ class FakeCache:
 
     copy_bytes = num_bytes
 
-    def growth_bytes(self, rows: int, tokens: int, new_tokens: int) -> int:
+    def growth_bytes(self, rows: int, tokens: int, new_tokens: int, *, selects: bool = False) -> int:
         held, needed = self.batch_size * self.capacity, rows * in_pages(tokens)
-        # While it grows, one block of four has its old memory beside the new.
-        return (needed - held) * TOKEN_BYTES + min(held, needed) * TOKEN_BYTES // 4 if needed > held else 0
+        # While it moves, one block of four has its old memory beside the new.
+        beside = min(held, needed) * TOKEN_BYTES // 4 if needed > held or selects else 0
+        return max(needed - held, 0) * TOKEN_BYTES + beside
 
     def crop(self, length: int) -> None:
         if self.is_closed:
             raise ConfigError("closed")
         self.length = length
 
-    def select(self, indices: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int], new_tokens: int) -> None:
         self.batch_size = len(indices)
 
     def fork(self) -> FakeCache:

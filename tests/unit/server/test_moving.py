@@ -274,6 +274,6 @@ def test_it_announces_what_rows_take_on_its_new_blocks(tmp_path: Path) -> None:
     # Of this model, only the first block keeps states.
     with MovingSwarm(save_type("nemotron_h", tmp_path), spans=[(2, 4), (2, 4), (0, 2)]) as swarm:
         service = swarm.services[swarm.peers[0]]
-        assert service.info().kv_row_tokens == 0
+        assert (service.info().kv_row_tokens, service.info().has_states) == (0, False)
         swarm.move(swarm.peers[0], 0, 2)
-        assert service.info().kv_row_tokens == service.spec.max_positions
+        assert (service.info().kv_row_tokens, service.info().has_states) == (service.spec.max_positions, True)

@@ -311,11 +311,14 @@ async def test_steps_interrupt_the_training_of_those_who_have_had_more(
     assert machine.ran[2:] == wanted
 
 
-@pytest.mark.parametrize("peer", ["honest", "sly"])
+@pytest.mark.parametrize("peer", ["honest", "sly", ""], ids=["other", "same", "the-server-itself"])
 async def test_training_goes_between_the_blocks_of_a_long_step_of_another_peer(
     runner: FakeRunner, scheduler: Scheduler, peer: str
 ) -> None:
-    """It waited for the whole step, whose adapters may take longer than its blocks."""
+    """It waited for the whole step, whose adapters may take longer than its blocks.
+
+    The server's own does: it drops spans, which the step's next block would miss.
+    """
     inside, go_on = threading.Event(), threading.Event()
     boundary, ran = runner.at_boundary, list[str]()
 

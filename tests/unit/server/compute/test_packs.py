@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.layer_masks import packed
 from swarm_plugins.server.compute.work import Step, choose_pack
 
@@ -39,11 +42,32 @@ def test_a_pack_of_100_tokens(waiting: list[Any], expected: list[int]) -> None:
     assert [num_tokens for _, num_tokens in choose_pack(waiting, 100)] == expected
 
 
+async def test_a_cache_makes_room_for_all_chunks_with_the_first() -> None:
+    cache: Any = SimpleNamespace(length=0)
+    whole = Step(StepInputs(cache=cache, blocks=range(1), hidden=torch.ones(1, 100, 1)), None)
+    found = []
+    for size in (64, 30, 6):
+        chunk = whole.chunk(size)
+        found.append((chunk.hidden.shape[1], chunk.goes_on, chunk.to_come))
+        whole.add(chunk, SpanOutputs(hidden=chunk.hidden))
+    assert found == [(64, False, 36), (30, True, 6), (6, True, 0)]
+
+
 async def test_an_image_stays_whole() -> None:
     masks = packed([""], [torch.ones(1, 3, 3, dtype=torch.bool)])
-    inputs: Any = SimpleNamespace(
-        hidden=torch.ones(1, 3, 1), layer_masks=masks, attention_mask=None, cache=None, whole_beyond=None
-    )
+    cache: Any = SimpleNamespace(length=0)
+    inputs = StepInputs(cache=cache, blocks=range(1), hidden=torch.ones(1, 3, 1), layer_masks=masks)
     assert Step(inputs, None).least == 3
-    inputs.layer_masks, inputs.attention_mask, inputs.cache = None, None, SimpleNamespace(has_states=True)
-    assert Step(inputs, None).least == 1
+    assert Step(replace(inputs, layer_masks=None), None).least == 1
+
+
+async def test_padding_that_states_see_stays_whole_and_no_more() -> None:
+    cache: Any = SimpleNamespace(length=0)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :5] = False
+    whole = StepInputs(cache=cache, blocks=range(1), hidden=torch.ones(2, 9, 1), attention_mask=mask, has_states=True)
+    step = Step(whole, None)
+    assert step.least == 5
+    step.add(chunk := step.chunk(5), SpanOutputs(hidden=chunk.hidden))
+    assert step.least == 1
+    assert Step(replace(whole, has_states=False), None).least == 1

@@ -81,13 +81,13 @@ def test_operations_handle_a_bounded_number_of_rows() -> None:
 
 def test_many_operations_copy_a_cache_once(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     selected: list[list[int]] = []
-    monkeypatch.setattr(FakeCache, "select", lambda _, rows: selected.append(list(rows)))
+    monkeypatch.setattr(FakeCache, "select", lambda _, rows, new_tokens: selected.append([*rows, new_tokens]))
     cache = FakeCache(runner, 2, 9)
     ops = (SWAP, CacheOp(kind="repeat", indices=(2,)), CacheOp(kind="crop", indices=(4,)))
-    apply_ops((*ops, CacheOp(kind="select", indices=(0, 2, 3)), CacheOp(kind="crop", indices=(4,))), cache)
-    assert selected == [[1, 0, 0]]
+    apply_ops((*ops, CacheOp(kind="select", indices=(0, 2, 3)), CacheOp(kind="crop", indices=(4,))), cache, 7)
+    assert selected == [[1, 0, 0, 7]]
     assert cache.length == 4
-    apply_ops((SWAP, SWAP), cache)
+    apply_ops((SWAP, SWAP), cache, 7)
     assert len(selected) == 1
 
 

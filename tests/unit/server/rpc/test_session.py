@@ -59,10 +59,10 @@ async def test_a_prompt_stays_whole_where_its_end_decides_how_all_is_encoded(
 
 async def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
     async with playing(service) as (channel, _):
-        # 200 tokens fit in 4 blocks: 3 rows in all 4 blocks get 66 each, in 1 block they would get 266.
+        # 200 tokens fit in 4 blocks: 3 rows in all 4 blocks get a page each, in 1 block they would get two.
         opened = await ask(channel, msgspec.structs.replace(OPEN, batch_size=3))
         assert isinstance(opened, SessionOpened)
-        assert opened.max_tokens == 66
+        assert opened.max_tokens == 64
 
 
 @pytest.mark.parametrize(

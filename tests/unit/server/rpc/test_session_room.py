@@ -14,11 +14,13 @@ import torch
 from fake_server import TOKEN_BYTES, FakeCache, FakeRunner, transport_to, until
 from session_kit import OPEN, ask, playing, step_of
 
-from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.block_io import CacheOp, SpanOutputs
 from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server import limits
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.cutting import RunLimits
+from swarm_plugins.server.state.sessions import Session
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import (
     Failure,
@@ -57,8 +59,8 @@ async def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        # Of 75000 bytes each row takes 8000 at any length, and 64 for each token.
-        pytest.param(BlockKV(1, 2, 1, 2, torch.float32, row_bytes=1000), [1046, 5, 0], id="states beside keys"),
+        # Of 75000 bytes each row takes 8000 at any length, and 80 for each token of whole pages while it grows.
+        pytest.param(BlockKV(1, 2, 1, 2, torch.float32, row_bytes=1000), [832, 0, 0], id="states beside keys"),
         pytest.param(BlockKV(0, 0, 0, 0, torch.float32, row_bytes=1000), [2000, 2000, 0], id="states only"),
         pytest.param(BlockKV(0, 0, 0, 0, torch.float32), [2000, 2000, 2000], id="nothing is kept"),
     ],
@@ -137,6 +139,49 @@ async def test_wide_sessions_take_no_memory_before_their_first_tokens(service: S
         assert service.sessions.held_bytes() == 0
 
 
+async def test_rows_change_their_order_only_where_there_is_room_to_move_them(service: Service) -> None:
+    service.kv_bytes = 2 * 64 * TOKEN_BYTES
+    async with playing(service) as (channel, _):
+        await ask(channel, msgspec.structs.replace(OPEN, batch_size=2))
+        await ask(channel, step_of(60, 0, batch_size=2))
+        swap = CacheOp(kind="reorder", indices=(1, 0))
+        refused = await ask(channel, step_of(1, 60, batch_size=2, ops=(swap,)))
+        assert isinstance(refused, Failure)
+        assert f"there is no room for {2 * 64 * TOKEN_BYTES // 4} more" in refused.message
+        # Twice is as they were.
+        assert isinstance(await ask(channel, step_of(1, 60, batch_size=2, ops=(swap, swap))), SessionStepResponse)
+
+
+async def test_what_a_long_prompt_has_taken_counts_once_while_the_rest_runs(
+    service: Service, runner: FakeRunner
+) -> None:
+    service.kv_bytes, service.max_session_tokens = 256 * TOKEN_BYTES, 200
+    stranger = transport_to(service, "mallory")
+    async with playing(service) as (channel, _):
+        theirs = await stranger.open("server", "rpc_session", timeout_s=5)
+        for one in (channel, theirs):
+            await ask(one, OPEN)
+        inside, go_on, run = threading.Event(), threading.Event(), runner.step
+
+        def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+            if steps[0].cache.length > 64:
+                inside.set()
+                go_on.wait(30.0)
+            return run(steps)
+
+        runner.step = step  # type: ignore[method-assign]
+        await channel.send(step_of(192, 0))
+        await until(inside.is_set)
+        # Two of its three pages are held, one is promised, and one is free.
+        receiving = asyncio.ensure_future(ask(theirs, step_of(1, 0)))
+        await until(lambda: service.scheduler.num_waiting == 2 or receiving.done())
+        go_on.set()
+        assert isinstance(await receiving, SessionStepResponse)
+        assert isinstance(await channel.receive(timeout_s=5), SessionStepResponse)
+        assert service.sessions.held_bytes() == 256 * TOKEN_BYTES
+    await stranger.close()
+
+
 async def test_a_session_gives_its_room_to_others_when_its_lease_is_over(
     service: Service, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,15 +245,36 @@ async def test_the_fork_of_many_short_rows_takes_room_for_their_pages(
         assert isinstance(await ask(channel, step_of(1, 0, batch_size=2)), SessionStepResponse)
         asked, growing = list[int](), service.sessions.growing
 
-        def noted(peer: str, amount: int) -> contextlib.AbstractContextManager[None]:
+        def noted(peer: str, amount: int, session: Session | None) -> contextlib.AbstractContextManager[None]:
             asked.append(amount)
-            return growing(peer, amount)
+            return growing(peer, amount, session)
 
         monkeypatch.setattr(service.sessions, "growing", noted)
         other = await transport.open("server", "rpc_session", timeout_s=5)
         assert isinstance(await ask(other, msgspec.structs.replace(rows, fork_of=opened.session)), SessionOpened)
         # A page of 64 tokens for each row, in each of 4 blocks.
         assert asked == [2 * 64 * TOKEN_BYTES]
+
+
+@pytest.mark.parametrize("last", [0, 79])
+async def test_tokens_that_must_run_at_once_take_bounded_memory(
+    service: Service, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """Padding is seen in the first step only: one padded token at the end of a prompt made attention's whole mask."""
+    monkeypatch.setattr(FakeCache, "has_states", True)
+    service.run_limits = RunLimits(run_bytes=50_000)
+    mask = torch.ones(1, 80, dtype=torch.bool)
+    mask[0, last] = False
+    async with playing(service) as (channel, _):
+        await ask(channel, OPEN)
+        answer = await ask(channel, step_of(80, 0, attention_mask=mask))
+        if last:
+            assert isinstance(answer, Failure)
+            assert answer.kind == "out_of_memory"
+            assert "the first 80 new tokens of 1 rows have to run at once" in answer.message
+            assert "take about 75520 bytes, the limit is 50000: send fewer rows" in answer.message
+        else:
+            assert isinstance(answer, SessionStepResponse)
 
 
 async def test_padding_behind_cached_tokens_is_refused_before_it_joins_others(
