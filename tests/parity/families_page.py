@@ -75,11 +75,11 @@ themselves, with LoRA, and when a server is killed. Refused are LoRA on `gpt2`, 
 stored as `[in, out]`) and on the experts of `longcat_flash`; `openai-gpt` takes no cache, and so no drafts. `mamba`,
 `mamba2` and `falcon_mamba`, whose cache has a name of its own, take drafts by `Speculation` alone, and no prompts in
 chunks. Padded batches with drafts, or with prompts in chunks, can differ in `deepseek_v4` and `minimax_m3_vl_text`,
-whose local models depend on how a padded text is cut. `minimax`, `recurrent_gemma`, `rwkv` and `xlstm` keep their states
-in other ways than a cache of transformers. Over a swarm they take one, as `past_key_values`, and beams and drafts work,
-which their local models lack or get wrong. So beams and batches are compared with the local model without its cache. All
-their blocks are remote.
-`mllama` runs without images, and refuses them: blocks of their own, which are not called without one, look at these.
+whose local models depend on how a padded text is cut. `minimax`, `recurrent_gemma`, `rwkv` and `xlstm` keep their
+states in other ways than a cache of transformers. Over a swarm they take one, as `past_key_values`, and beams and
+drafts work, which their local models lack or get wrong. So beams and batches are compared with the local model without
+its cache. All their blocks are remote. `mllama` runs without images, and refuses them: blocks of their own, which are
+not called without one, look at these.
 
 A session keeps *keys and values* of each token, *states* (of recurrences and convolutions, or compressed tokens), or an
 *indexer's keys*. Where sessions are *packed*, a server computes the tokens of several in one forward: parts of prompts
