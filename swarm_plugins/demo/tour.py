@@ -143,7 +143,10 @@ class Tour:
                 # The other servers end with the demo: where to start this one again is of no use.
                 for server in swarm.servers:
                     if not server.is_alive:
-                        raise SwarmError(f"server process {server.pid} {server.ending}; run the demo again") from error
+                        raise SwarmError(
+                            f"server process {server.pid} {server.ending}; run the demo again. Its Hub has ended too: "
+                            f"swarm hub --dir {self.folder / 'hub'} starts it, at another address to push to"
+                        ) from error
                 raise
             return tuner, tag
 
