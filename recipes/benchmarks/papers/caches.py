@@ -16,34 +16,38 @@ def last_used(uses: Uses, num_experts: int, size: int) -> list[bool]:
     """Evicts the expert whose last use is longest ago (Eliseev and Mazur 2023, section 3.1)."""
     order: list[int] = []
 
-    def victim(token: int) -> list[int]:
-        return order
-
     def note(experts: Sequence[int]) -> None:
         order[:] = [one for one in order if one not in experts] + list(experts)
 
-    return _run(uses, size, victim, note)
+    return _run(uses, size, lambda: order, note)
 
 
 def counted(uses: Uses, num_experts: int, size: int) -> list[bool]:
     """Evicts the least used expert; a use counts half after sixteen of the layer (`swarm_plugins.offload`)."""
     counts = UseCounts(num_experts)
-    return _run(uses, size, lambda token: counts.order[::-1], counts.use)
+    return _run(uses, size, lambda: counts.order[::-1], counts.use)
 
 
 def best_possible(uses: Uses, num_experts: int, size: int) -> list[bool]:
-    """Evicts the expert that is needed again last, which no rule can beat (Belady 1966)."""
-    following: list[dict[int, int]] = []
-    seen: dict[int, int] = {}
+    """Keeps the experts that are needed again first, which no rule can beat (Belady 1966).
+
+    Also before those that the token uses: these may run from buffers beside the cache, as the paper's do.
+    """
+    found, cached = [], set[int]()
+    for experts, upcoming in zip(uses, _next_uses(uses, num_experts), strict=True):
+        found += [one in cached for one in experts]
+        cached = set(sorted(cached | set(experts), key=upcoming.__getitem__)[:size])
+    return found
+
+
+def _next_uses(uses: Uses, num_experts: int) -> list[list[int]]:
+    """Returns for each token, and each expert, which later token takes it next."""
+    found, upcoming = [], [len(uses)] * num_experts
     for token in range(len(uses) - 1, -1, -1):
-        following.append(dict(seen))
-        seen |= dict.fromkeys(uses[token], token)
-    following.reverse()
-
-    def victim(token: int) -> list[int]:
-        return sorted(range(num_experts), key=lambda one: -following[token].get(one, len(uses)))
-
-    return _run(uses, size, victim, lambda experts: None)
+        found.append(list(upcoming))
+        for expert in uses[token]:
+            upcoming[expert] = token
+    return found[::-1]
 
 
 POLICIES: Mapping[str, Hits] = {"LRU": last_used, "counting": counted, "best possible": best_possible}
@@ -58,26 +62,26 @@ def hit_ratio(layers: Sequence[Uses], num_experts: Sequence[int], size: int, hit
 
 
 def _run(
-    uses: Uses, size: int, victims: Callable[[int], Sequence[int]], note: Callable[[Sequence[int]], None]
+    uses: Uses, size: int, victims: Callable[[], Sequence[int]], note: Callable[[Sequence[int]], None]
 ) -> list[bool]:
     """Runs a cache.
 
     Args:
         uses: The experts of each token, fetched together.
         size: Experts in the cache.
-        victims: Returns experts at a token, the first to go first.
+        victims: Returns experts, the first to go first.
         note: Told of the experts of each token.
     """
     cached: set[int] = set()
     found = []
-    for token, experts in enumerate(uses):
+    for experts in uses:
         found += [one in cached for one in experts]
         note(experts)
         for one in experts:
             if one in cached:
                 continue
             if len(cached) == size:
-                order = [each for each in victims(token) if each in cached]
+                order = [each for each in victims() if each in cached]
                 # What this token uses goes only where there is nothing else.
                 cached.remove(next((each for each in order if each not in experts), order[0]))
             cached.add(one)

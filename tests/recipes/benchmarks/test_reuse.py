@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.benchmarks.papers.caches import POLICIES, best_possible, counted, hit_ratio, last_used
+from recipes.benchmarks.papers.caches import POLICIES, best_possible, counted, last_used
 from recipes.benchmarks.papers.reuse import AS_IT_IS, REUSE, WITH_MEAN, figures_of
 from recipes.benchmarks.papers.traces import ranking, traces
 from swarm_plugins.errors import UnsupportedError
@@ -21,7 +22,7 @@ from swarm_plugins.testing.models import save_tiny
     [
         # 0 1 2 0 1 2 with room for two: the least recently used one is always the one that is needed next.
         pytest.param(last_used, [False] * 6, id="lru"),
-        pytest.param(best_possible, [False, False, False, True, False, True], id="best"),
+        pytest.param(best_possible, [False, False, False, True, True, False], id="best"),
     ],
 )
 def test_a_cycle_through_one_expert_too_many(policy: object, hits: list[bool]) -> None:
@@ -39,13 +40,22 @@ def test_a_token_keeps_its_own_experts_while_it_fetches_them() -> None:
         assert policy([[0, 1], [0, 1]], 4, 2) == [False, False, True, True]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_nothing_beats_the_best_possible(size: int) -> None:
+    """Not even the best of all choices, tried out."""
     dice = random.Random(size)
-    layers = [[dice.sample(range(6), 2) for _ in range(200)] for _ in range(3)]
-    ratios = {name: hit_ratio(layers, [6] * 3, size, policy, first=10) for name, policy in POLICIES.items()}
-    assert max(ratios.values()) == ratios["best possible"]
-    assert all(0 < ratio < 1 for ratio in ratios.values())
+    for _ in range(20):
+        uses = [dice.sample(range(4), 2) for _ in range(8)]
+        states = {frozenset[int](): 0}
+        for experts in uses:
+            after: dict[frozenset[int], int] = {}
+            for cached, hits in states.items():
+                num_hits = hits + len(cached & set(experts))
+                for kept in itertools.combinations(cached | set(experts), min(size, len(cached | set(experts)))):
+                    after[frozenset(kept)] = max(after.get(frozenset(kept), 0), num_hits)
+            states = after
+        assert sum(best_possible(uses, 4, size)) == max(states.values())
+        assert all(sum(policy(uses, 4, size)) <= max(states.values()) for policy in POLICIES.values())
 
 
 def test_figures_of_a_mixture(tmp_path) -> None:  # type: ignore[no-untyped-def]
