@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -61,6 +61,32 @@ def welch_interval(values: Sequence[float], others: Sequence[float], confidence:
     shares = (error**2 / (len(one) - 1) for error, one in zip(errors, (values, others), strict=True))
     half = t_quantile((1 + confidence) / 2, max(1, int(total**2 / sum(shares)))) * math.sqrt(total)
     return Interval(mean, mean - half, mean + half, count)
+
+
+def ratio_interval(values: Sequence[float], others: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Returns the ratio of two unpaired positive means; unbounded if either has a single value.
+
+    It covers the ratios ``r`` for which `welch_interval` of ``values`` and ``r * others`` covers zero (Fieller 1954).
+
+    Raises:
+        ValueError: If there are none.
+    """
+    ratio, count = statistics.fmean(values) / statistics.fmean(others), min(len(values), len(others))
+
+    def difference(r: float) -> Interval:
+        return welch_interval(values, [r * one for one in others], confidence)
+
+    def limit(inside: float, outside: float, is_inside: Callable[[Interval], bool]) -> float:
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if is_inside(difference(middle)) else (inside, middle)
+        return inside
+
+    most = 1000 * ratio
+    if count == 1 or not difference(0.0).is_above_zero or not difference(most).is_below_zero:
+        return Interval(ratio, -math.inf, math.inf, count)
+    low = limit(ratio, 0.0, lambda one: not one.is_above_zero)
+    return Interval(ratio, low, limit(ratio, most, lambda one: not one.is_below_zero), count)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

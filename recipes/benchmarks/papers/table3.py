@@ -30,7 +30,7 @@ from recipes.benchmarks.papers.shown import Figures, Rows, Shown, ShownReport, f
 from recipes.study.verdicts import plus_minus, verdict
 from recipes.benchmarks.swarm import model_on
 from recipes.study.drawing import GOOD, INK, MARK, MUTED, tidy
-from recipes.study.intervals import t_interval, welch_interval
+from recipes.study.intervals import Interval, ratio_interval, t_interval
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.transport.codec import packed_bytes
@@ -245,9 +245,9 @@ def _first(row: Mapping[str, Any]) -> Sequence[float]:
 
 def _kept(claim: str, place: str, before: Sequence[float], after: Sequence[float], least: float) -> str:
     """Says whether ``after`` exceeds ``least`` times ``before``; rounds of the two are no pairs."""
-    scale = statistics.fmean(before)
-    interval = welch_interval([one / scale for one in after], [least * one / scale for one in before])
-    return verdict(f"{claim}, {place}", interval, unit=f" above {least:g}", digits=2)
+    ratio = ratio_interval(after, before)
+    above = Interval(ratio.mean - least, ratio.low - least, ratio.high - least, ratio.count)
+    return verdict(f"{claim}, {place}", above, unit=f" above {least:g}", digits=2)
 
 
 def _draw(figures: Figures, figure: Any) -> None:

@@ -19,6 +19,7 @@ from swarm_plugins.child import Child
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 from recipes.study.drawing import GOOD, MUTED, tidy
+from recipes.study.verdicts import plus_minus
 
 _LOOKS = 6
 _LATE_S = 3600.0
@@ -63,9 +64,7 @@ class TogetherReport(Report):
             losses = (one.together.losses[0], one.together.losses[-1], one.best_alone, statistics.fmean(ends), one.gain)
             steps = (one.together.rounds, one.together.steps)
             table.add_row(str(one.seed), *(f"{loss:.4f}" for loss in losses), *map(str, steps))
-        gains = [one.gain for one in self.seeds]
-        spread = f" ± {statistics.stdev(gains):.4f}" if len(gains) > 1 else ""
-        table.add_row("mean", "", "", "", "", f"{statistics.fmean(gains):.4f}{spread}", "", "")
+        table.add_row("mean", "", "", "", "", plus_minus([one.gain for one in self.seeds]), "", "")
         yield table
 
 

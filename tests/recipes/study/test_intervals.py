@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from recipes.study.intervals import t_cdf, t_interval, t_quantile, welch_interval
+from recipes.study.intervals import ratio_interval, t_cdf, t_interval, t_quantile, welch_interval
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,19 @@ def test_the_interval_of_values_that_are_no_pairs() -> None:
     alone, moved = t_interval([1.0, 2.0, 3.0]), welch_interval([1.0, 2.0, 3.0], [0.5, 0.5])
     assert (moved.low, moved.high) == pytest.approx((alone.low - 0.5, alone.high - 0.5))
     assert welch_interval([1.0], [0.0, 0.5]).low == -math.inf
+
+
+def test_the_interval_of_a_ratio() -> None:
+    values = [9.0, 10.0, 11.0]
+    # Where one side has no variance, it is Student's interval of the other.
+    mine = t_interval(values)
+    over = ratio_interval(values, [2.0, 2.0])
+    assert (over.mean, over.low, over.high) == pytest.approx((5.0, mine.low / 2, mine.high / 2))
+    under = ratio_interval([2.0, 2.0], values)
+    assert (under.mean, under.low, under.high) == pytest.approx((0.2, 2 / mine.high, 2 / mine.low))
+    both = ratio_interval(values, [1.0, 2.0, 1.5])
+    for factor, covers in ((both.low, True), (0.999 * both.low, False), (both.high, True), (1.001 * both.high, False)):
+        difference = welch_interval(values, [factor * one for one in (1.0, 2.0, 1.5)])
+        assert (difference.low <= 0 <= difference.high) == covers
+    for unbounded in (ratio_interval([1.0], values), ratio_interval(values, [0.1, 5.0, 0.1])):
+        assert (unbounded.low, unbounded.high) == (-math.inf, math.inf)
