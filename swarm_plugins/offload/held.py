@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class HeldExperts:
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
+    """Width of the rows; some mixtures narrow the hidden states before their experts."""
     widening: Widening | None = None
     """What experts in a published format take beside their bytes."""
     rows_at_once: int = 1 << 40
@@ -175,7 +176,7 @@ def load_held_experts(
         layer: _Layer(moe.outline.get_submodule(path), ExpertLoans(layer, formats[layer], cache))
         for layer, path in moe.paths.items()
     }
-    hidden_size = int(moe.config.get_text_config(decoder=True).hidden_size)
+    outline: Any = layers[min(layers)].module
     widening = None
     if moe.placing is not None:
         widening = widening_of(experts_only(moe.placing), moe.dtype, keeps_experts=True, device=device)
@@ -186,7 +187,7 @@ def load_held_experts(
         cache=cache,
         dtype=moe.dtype,
         device=device,
-        hidden_size=hidden_size,
+        hidden_size=outline.down_proj.shape[2 if outline.is_transposed else 1],
         widening=widening,
     )
 

@@ -47,7 +47,8 @@ def load_remote_experts(
         The model, in evaluation mode.
 
     Raises:
-        ConfigError: If there is no such model, or neither peers nor a connection are given.
+        ConfigError: If there is no such model, it is a store of `swarm quantize`, or neither peers nor a connection
+            are given.
         CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
         UnsupportedError: If the model has no experts, or experts that cannot be computed elsewhere.
         TransportError: If no initial peer answers.
@@ -56,16 +57,21 @@ def load_remote_experts(
         raise ConfigError("no address of a swarm: give initial_peers=[ADDRESS], as `swarm serve` prints it")
     place = torch.device(device)
     moe = MoeCheckpoint.open(name_or_dir, revision=revision, dtype=dtype)
+    if moe.quantized is not None:
+        # Holders' answers are compared with the plain model's.
+        raise ConfigError(
+            f"{moe.checkpoint.name} is a quantized store, and experts are at other peers: give the model that it was "
+            f"made from, {moe.quantized.manifest.base}"
+        )
     opened = (connection or connect(initial_peers, config or SwarmConfig())).start()
     if opened.peers is None or opened.network is None:
         raise ConfigError("the connection is closed: give an open one")
     num_blocks = num_blocks_of(moe.config)
-    version = moe.checkpoint.version if moe.quantized is None else moe.quantized.manifest.base_version
     view = HolderView(
         opened.network,
         opened.peers,
         opened.config,
-        version=version,
+        version=moe.checkpoint.version,
         num_blocks=num_blocks,
         model=str(name_or_dir),
         initial_peers=opened.initial_peers,

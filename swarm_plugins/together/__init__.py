@@ -18,7 +18,6 @@ then all take one outer step along the mean of what they have changed.
 | `blobs.py` | updates and states by their content, in parts |
 | `greetings.py` | peers find each other and tell each other where they are |
 | `peer.py` | one peer, made of these |
-| `node.py` | its network node |
 | `tensors.py` | the trained tensors of a module |
 | `shared_run.py` | the run as a trainer sees it |
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,9 @@ _RULES = "aggregation=mean, norms=of two thirds, rounds=agreed"
 class RunConfig(ReachableConfig):
     """Settings of a run in which several Trainers improve one adapter (DiLoCo, arXiv 2311.08105).
 
-    All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``max_norm_ratio``, ``straggler_s`` and
-    ``dead_s``. ``identity``, ``secret_file`` and ``allowed_peers`` are those of the run, not of the swarm in which its
-    peers find each other.
+    All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``max_norm_ratio``, ``straggler_s``, ``dead_s``
+    and ``allowed_peers``, where each may leave out itself. ``identity``, ``secret_file`` and ``allowed_peers`` are
+    those of the run, not of the swarm in which its peers find each other.
     """
 
     steps_per_round: int = 50
@@ -75,10 +76,14 @@ class RunConfig(ReachableConfig):
             raise ConfigError(f"max_peers must be a whole number from 1 to {MAX_RUN_PEERS}, got {self.max_peers!r}")
         self.check_files()
 
-    @property
-    def rules(self) -> str:
-        """What peers must agree on, for people; the text is compared as a whole."""
-        agreed = (f"{name}={float(getattr(self, name))}" for name in _AGREED)
+    def rules_of(self, peer: str) -> str:
+        """Returns what a peer with these settings agrees on with others, for people; compared as a whole."""
+        agreed = [f"{name}={float(getattr(self, name))}" for name in _AGREED]
+        if self.allowed_peers is not None:
+            # Peers that do not admit the same ones would never close a round together.
+            peers = sorted({*self.allowed_peers, peer})
+            digest = hashlib.blake2b(" ".join(peers).encode(), digest_size=8).hexdigest()
+            agreed.append(f"allowed_peers={len(peers)} peers ({digest})")
         return ", ".join((_RULES, *agreed))
 
     def node_in(self, initial_peers: tuple[str, ...], swarm_secret: Path | None) -> NodeConfig:

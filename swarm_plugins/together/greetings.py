@@ -23,6 +23,9 @@ _ANSWER_S = 5.0
 _SLOW_S = 0.5
 _MOST_FAILURES = 20
 _LOOK_UP_S = 15.0
+_FIRST_S = 10.0
+"""Longest wait for the first answers of peers; avoids founding a second run."""
+_MOST_PASSES = 10
 _ANNOUNCED_S = 120.0
 _IDLE_S = 60.0
 
@@ -64,6 +67,7 @@ class Greetings:
         run: The run's hash.
         me: Id of this peer.
         network: Reaches the others, and lists them.
+        allows: Returns whether a peer may take part; others are not called.
         status_for: Returns what to tell a peer.
         heard: Takes what a peer has answered; raises ProtocolError if that cannot be.
         again_s: Pause before a peer that could not be reached is called again.
@@ -75,6 +79,7 @@ class Greetings:
         me: str,
         network: RunNetwork,
         *,
+        allows: Callable[[str], bool],
         status_for: Callable[[str], RunStatus],
         heard: Callable[[str, RunStatus], None],
         again_s: float,
@@ -82,6 +87,7 @@ class Greetings:
         self._run = run
         self._me = me
         self._network = network
+        self._allows = allows
         self._status_for = status_for
         self._heard = heard
         self._again_s = again_s
@@ -100,7 +106,7 @@ class Greetings:
         """Notes the ids of peers that may take part."""
         for peer in peers:
             # Base58 ignores spaces: with them, one peer could go by many names.
-            if peer == self._me or peer in self._known or not peer.isalnum():
+            if peer == self._me or peer in self._known or not peer.isalnum() or not self._allows(peer):
                 continue
             if len(self._known) >= 2 * MAX_RUN_PEERS:
                 worst = max(self._known, key=lambda one: self._failures[one])
@@ -109,15 +115,33 @@ class Greetings:
                 self._forget(worst)
             self._known[peer] = float("-inf")
 
-    async def look_up(self) -> None:
-        """Announces this peer, and learns of the others.
+    async def meet(self) -> None:
+        """Announces this peer, and greets all that the directory names, then those that they know.
+
+        Raises:
+            TransportError: If the directory cannot be asked.
+        """
+        named, tried = await self.look_up(), set[str]()
+        for _ in range(_MOST_PASSES):
+            # Those that do not answer make room for others.
+            self.learn(named)
+            untried = self._known.keys() - tried
+            tried |= untried
+            await self.greet(patience_s=_FIRST_S)
+            if not untried:
+                return
+
+    async def look_up(self) -> list[str]:
+        """Announces this peer, and learns of the others, which the directory names.
 
         Raises:
             TransportError: If the directory cannot be asked.
         """
         self._look_up_at = time.monotonic() + _LOOK_UP_S
         await self._network.announce_run(self._run, _ANNOUNCED_S)
-        self.learn(await self._network.run_peers(self._run))
+        named = await self._network.run_peers(self._run)
+        self.learn(named)
+        return named
 
     async def greet(self, *, patience_s: float = _SLOW_S) -> None:
         """Exchanges statuses with all peers, and looks for new ones from time to time.

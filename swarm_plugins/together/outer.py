@@ -133,15 +133,15 @@ def write_update(changes: Sequence[Array]) -> bytes:
     """Encodes an update: all scales, then all values.
 
     Raises:
-        NumericError: If a change is NaN or infinite.
+        NumericError: If a change is NaN, or larger than peers accept.
     """
     scales, values = [], []
     for index, change in enumerate(changes):
         largest = float(np.abs(change).max(initial=0.0))
-        if not math.isfinite(largest):
+        if not largest <= _LARGEST_CHANGE:  # true for NaN
             raise NumericError(
-                f"the change of trained tensor {index} in this round is {largest}: lower the learning rate or clip "
-                "gradients, and resume from a checkpoint"
+                f"the largest change of trained tensor {index} in this round is {largest:g}, at most "
+                f"{_LARGEST_CHANGE:g} can be: lower the learning rate or clip gradients, and resume from a checkpoint"
             )
         scale = np.float32(largest / _LARGEST)
         scales.append(scale)

@@ -49,8 +49,6 @@ _HURRY = 5
 """While a round closes, peers are asked so many times as often."""
 _MOST_TRIES = 5
 """An update or a state that no peer has had so many times is given up."""
-_FIRST_S = 10.0
-"""Longest wait for the first answers of peers; avoids founding a second run."""
 _LONG_BYTES = 4 << 20
 """Larger states are computed outside of the event loop."""
 
@@ -84,6 +82,7 @@ class RunPeer:
             seal.run,
             self.me,
             network,
+            allows=seal.allows,
             status_for=self._status_for,
             heard=self._heard,
             again_s=min(5.0, config.dead_s / 3),
@@ -124,12 +123,10 @@ class RunPeer:
         """
         self._contributed.load()
         self._show_again()
-        await self._greetings.look_up()
-        # All that the directory names, then those that they know: the first voice must not decide.
-        await self._greetings.greet(patience_s=_FIRST_S)
-        await self._greetings.greet(patience_s=_FIRST_S)
-        # Strangers cannot keep anybody from founding a run of its own peers.
-        refusals = {peer: why for peer, why in self._greetings.refusals.items() if self._seal.allows(peer)}
+        # The first voice must not decide.
+        await self._greetings.meet()
+        # With `allowed_peers`, strangers cannot keep anybody from founding a run.
+        refusals = self._greetings.refusals
         if refusals and not self.living:
             raise refused(self.run_id, refusals)
         for peer, why in refusals.items():

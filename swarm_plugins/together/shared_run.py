@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,12 +71,12 @@ class SharedRun:
     ) -> None:
         self.run_id = run_id
         self._tensors = TrainedTensors(parameters)
-        self._spec = RunSpec(
+        self._spec = partial(
+            RunSpec,
             base=base[:_TEXT_CHARS],
             model=model[:_TEXT_CHARS],
             adapter=adapter[:_TEXT_CHARS],
             tensors=self._tensors.digest(settings),
-            rules=config.rules,
         )
         self._config = config
         self._node_config = node
@@ -128,10 +129,10 @@ class SharedRun:
         self._node = LastingNode(SwarmNode(self._node_config))
         await self._node.start()
         await (await self._node.node()).member.check_clock()
-        config = self._config
+        config, identity = self._config, self._node.identity
         seal = Seal(
             run_hash(self.run_id),
-            self._node.identity,
+            identity,
             allowed_peers=config.allowed_peers,
             secret_file=config.secret_file,
         )
@@ -140,7 +141,7 @@ class SharedRun:
             seal,
             self._node,
             own,
-            spec=self._spec,
+            spec=self._spec(rules=config.rules_of(identity.peer_id)),
             config=config,
         )
         await self._node.serve({RPC: peer.answer})
@@ -155,7 +156,7 @@ class SharedRun:
         """Counts a step of the optimizer. At the end of a round, waits for the others and takes over its result.
 
         Raises:
-            NumericError: If weights have become NaN or infinite.
+            NumericError: If weights have become NaN, or have moved farther than peers accept.
             RequestTimeoutError: If the round was not closed in time.
         """
         self._steps += 1

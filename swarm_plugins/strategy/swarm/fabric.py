@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+log = logging.getLogger(__name__)
+
 
 class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
     _samples = 0
+    _is_told = False
     _resumed_run: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,17 +73,21 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         self.average([one for part in self._modules for one in part.parameters() if one.requires_grad])
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training or not torch.is_grad_enabled() or self.run_id is None:
+        # Models that `from_pretrained` has loaded are in evaluation mode, and may be trained so.
+        if not torch.is_grad_enabled() or self.run_id is None:
             return
         if self.shared_run is None:
             run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)
             run.start(self._resumed_run)
             self.shared_run, self._resumed_run = run, None
-        rows = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), None)
-        self._samples += 0 if rows is None else rows.shape[0]
+        rows = next(_tensors((args, kwargs)), None)
+        if rows is None and not self._is_told:
+            log.warning("run %s: a batch of unknown size counts as one sample", self.run_id)
+            self._is_told = True
+        self._samples += 1 if rows is None else rows.shape[0]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Makes a step, and one of the run that is trained together, which the first forward in training has joined."""
+        """Makes a step, and one of the run that is trained together; the first forward with gradients has joined it."""
         if self.shared_run is None:
             return super().optimizer_step(optimizer, **kwargs)
         output = super().optimizer_step(optimizer, **kwargs)
@@ -157,6 +165,16 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         if modules:
             self._resumed_run = state_of_run
         return described
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a batch that have rows."""
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)
 
 
 def _placed_in(state: Mapping[str, Any]) -> dict[str, nn.Module]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from holders_kit import Held, serving
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, NemotronHConfig, PreTrainedModel
 
 from swarm_plugins import OffloadConfig, load_offloaded, load_remote_experts
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.offload.held import load_held_experts
+from swarm_plugins.server.startup.held_experts import measure_held
 from swarm_plugins.weights.widths import Width
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26]])
@@ -64,6 +68,28 @@ def test_a_pyramid_whose_layers_have_different_numbers_of_experts(model_of: Call
         "d": Held(range(3, 6), (1, 2), blocks=range(3, 4)),
     }
     compare(model_of("prmoe"), held, is_exact=False)
+
+
+def test_experts_may_be_narrower_than_the_model(tmp_path: Path) -> None:
+    config = NemotronHConfig(
+        vocab_size=64,
+        hidden_size=32,
+        layers_block_type=["moe", "attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+        moe_latent_size=16,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    compare(tmp_path, WHOLE, is_exact=True)
+    with closing(load_held_experts(Checkpoint.open(tmp_path), range(1), range(2), device=torch.device("cpu"))) as held:
+        assert held.hidden_size == 16
+        assert measure_held(held).throughput > 0
 
 
 def compare(directory: Path, held: Mapping[str, Held], *, is_exact: bool) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from holders_kit import Held, Holders, serving
 
+from swarm_plugins import load_remote_experts
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
 from swarm_plugins.blocks import Span, StepInputs, load_span
@@ -111,10 +112,11 @@ def test_an_owner_may_keep_its_own_weights_in_few_bits(mixtral: Path) -> None:
 
 def test_an_owner_cannot_take_its_other_weights_from_a_quantized_store(mixtral: Path, tmp_path: Path) -> None:
     quantize_checkpoint(mixtral, tmp_path / "store", expert_bits=4)
-    with pytest.raises(
-        ConfigError, match=r"quantized store, and experts are at other peers: give the model .* mixtral@"
-    ):
+    message = r"quantized store, and experts are at other peers: give the model .* mixtral@"
+    with pytest.raises(ConfigError, match=message):
         load_span(Checkpoint.open(tmp_path / "store"), range(2), elsewhere=lambda *_: None)
+    with pytest.raises(ConfigError, match=message):
+        load_remote_experts(tmp_path / "store", initial_peers=["/ip4/127.0.0.1/tcp/1/p2p/QmPeer"])
 
 
 HALVES = {"a": Held(range(2)), "b": Held(range(2, 4))}

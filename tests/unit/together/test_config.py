@@ -36,12 +36,18 @@ def test_what_cannot_be_is_one_sentence(settings: dict[str, Any], message: str) 
 
 
 def test_rules_are_what_peers_must_have_in_common() -> None:
-    assert RunConfig(outer_lr=1).rules == RunConfig(outer_lr=1.0).rules
-    assert RunConfig(steps_per_round=1, max_peers=3, transfer_s=9.0).rules == RunConfig().rules
-    assert len({RunConfig(**{name: 0.25}).rules for name in ("outer_lr", "outer_momentum", "max_norm_ratio")}) == 3
+    def rules(peer: str = "A", **settings: Any) -> str:
+        return RunConfig(**settings).rules_of(peer)
+
+    assert rules(outer_lr=1) == rules(outer_lr=1.0)
+    assert rules(steps_per_round=1, max_peers=3, transfer_s=9.0) == rules("B")
+    assert len({rules(**{name: 0.25}) for name in ("outer_lr", "outer_momentum", "max_norm_ratio")}) == 3
+    assert rules("A", allowed_peers=["B"]) == rules("B", allowed_peers=["B", "A"])
+    assert rules(allowed_peers=["B"]).startswith(rules() + ", allowed_peers=2 peers (")
+    assert len({rules(allowed_peers=others) for others in (["B"], ["B", "C"], ["B", "D"])}) == 3
     # Peers of earlier versions, in which one peer closed a round, say "alternate_lora=False, aggregation=mean";
     # those in which samples alone weighed the median norm, "aggregation=mean, rounds=agreed".
-    assert RunConfig().rules == (
+    assert rules() == (
         "aggregation=mean, norms=of two thirds, rounds=agreed, outer_lr=0.7, outer_momentum=0.5, max_norm_ratio=2.0, "
         "straggler_s=60.0, dead_s=10.0"
     )

@@ -74,9 +74,11 @@ def test_a_broken_state_is_refused() -> None:
         read_state(state.blob + b"\0", SHAPES)
 
 
-def test_an_update_that_is_not_finite_is_not_sent() -> None:
-    with pytest.raises(NumericError, match="lower the learning rate"):
-        write_update([np.asarray([1.0, np.nan], np.float32)])
+@pytest.mark.parametrize("change", [np.nan, np.inf, -100.01])
+def test_an_update_that_peers_would_refuse_is_not_sent(change: float) -> None:
+    read_update(write_update([np.asarray([1.0, -100.0], np.float32)]), [(2,)])
+    with pytest.raises(NumericError, match=rf"tensor 0 .* is {abs(change):g}, at most 100 can be: lower the learning"):
+        write_update([np.asarray([1.0, change], np.float32)])
 
 
 def test_the_mean_weighs_by_samples() -> None:

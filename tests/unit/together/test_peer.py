@@ -17,6 +17,7 @@ from run_kit import QUICK, SPEC, Trainee, World, agreed, identity_of
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.together.outer import write_update
+from swarm_plugins.transport.run_messages import MAX_RUN_PEERS
 
 
 async def started(world: World, num_peers: int, **settings: Any) -> list[Trainee]:
@@ -340,15 +341,33 @@ async def test_a_wrong_secret_is_refused_and_the_right_one_is_not(tmp_path: Path
 async def test_peers_that_are_not_allowed_are_refused() -> None:
     world = World()
     friend_id = identity_of(2)
-    config = replace(QUICK, allowed_peers=(friend_id.peer_id,))
+    config = replace(QUICK, allowed_peers=(identity_of(0).peer_id, friend_id.peer_id))
     first = Trainee(world, 0, config=config)
     await first.join()
     with pytest.raises(ConfigError, match="not among the allowed peers of run 'me/run'"):
         await Trainee(world, 1).join()
-    friend = Trainee(world, 2, identity=friend_id)
+    friend = Trainee(world, 2, identity=friend_id, config=config)
     await friend.join()
     assert set(first.peer.living) == {friend.peer_id}
     for one in (first, friend):
+        await one.peer.leave()
+    await world.transport.close()
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_strangers_in_the_directory_do_not_hide_the_run(is_listed: bool) -> None:
+    allowed = tuple(identity_of(number).peer_id for number in range(3))
+    config = replace(QUICK, allowed_peers=allowed if is_listed else None)
+    world = World()
+    first = await started(world, 2, config=config)
+    # No peer answers by these names, which come before all real ones.
+    run = first[0].peer._seal.run
+    world.announced[run] |= {f"0stranger{number}" for number in range(3 * MAX_RUN_PEERS)}
+    third = Trainee(world, 2, config=config)
+    await third.join()
+    assert set(third.peer.living) == {one.peer_id for one in first}
+    assert is_listed is not any("stranger" in peer for peer in third.peer._greetings._known)
+    for one in (*first, third):
         await one.peer.leave()
     await world.transport.close()
 

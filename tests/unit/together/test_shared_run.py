@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 import torch
+from run_kit import identity_of
 from torch import nn
 
+import swarm_plugins.together.shared_run
 from swarm_plugins.together import RunConfig, SharedRun
 from swarm_plugins.together.outer import SharedState, outer_step
+from swarm_plugins.transport.identity import Identity
 
 SAMPLES = 4
 CONFIG = RunConfig(steps_per_round=3)
@@ -53,9 +58,9 @@ class Others:
     leave = linger
 
 
-def run_of(weight: nn.Parameter) -> SharedRun:
+def run_of(weight: nn.Parameter, config: RunConfig = CONFIG) -> SharedRun:
     return SharedRun(
-        "me/run", {"weight": weight}, base="", model="", adapter="", settings="", config=CONFIG, node=CONFIG.node()
+        "me/run", {"weight": weight}, base="", model="", adapter="", settings="", config=config, node=config.node()
     )
 
 
@@ -145,3 +150,20 @@ def test_what_was_contributed_before_a_restart_counts_once(
         assert np.allclose(again._tensors.changes()[0], 3.0 if is_counted is False else 2.0)
     finally:
         again.close()
+
+
+def test_peers_agree_on_whom_they_admit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that refuses another's partner would keep all from closing a round."""
+    a, b, c = (identity_of(number) for number in range(3))
+
+    def rules(me: Identity, *others: Identity) -> str:
+        config = RunConfig(allowed_peers=tuple(one.peer_id for one in others))
+        run, made = run_of(nn.Parameter(torch.zeros(1)), config), Mock(return_value=AsyncMock())
+        node = AsyncMock(node=AsyncMock(return_value=AsyncMock()), identity=me)
+        monkeypatch.setattr(swarm_plugins.together.shared_run, "LastingNode", lambda _: node)
+        monkeypatch.setattr(swarm_plugins.together.shared_run, "RunPeer", made)
+        asyncio.run(run._join(run._tensors.first_state()))
+        return str(made.call_args.kwargs["spec"].rules)
+
+    assert rules(a, b) == rules(b, a, b)
+    assert rules(a, b, c) == rules(c, a, b) != rules(b, a)

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
+from transformers import BatchEncoding
 
 from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, SwarmConfig, SwarmStrategy
 from swarm_plugins.errors import ConfigError, TransportError
@@ -172,6 +173,30 @@ def test_a_forward_without_gradients_joins_no_run(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         strategy._count(nn.Linear(2, 2).train(), (torch.ones(3, 2),), {})
     assert strategy._samples == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        pytest.param(torch.ones(3, 2), 3, id="tensor"),
+        pytest.param({"use_cache": False, "labels": torch.tensor(1), "input_ids": torch.ones(3, 2)}, 3, id="dict"),
+        pytest.param(BatchEncoding({"input_ids": torch.ones(3, 2)}), 3, id="tokenizer"),
+        pytest.param([torch.ones(3, 2), torch.ones(3)], 3, id="list"),
+        pytest.param("text", 1, id="unknown"),
+    ],
+)
+def test_each_forward_with_gradients_counts_its_samples(
+    batch: Any, samples: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In evaluation mode too, in which models are loaded."""
+    run = Mock()
+    monkeypatch.setattr(fabric_strategy, "make_run", lambda *_: run)
+    strategy, module = FabricSwarmStrategy(run_id="ours"), nn.Linear(2, 2).eval()
+    for _ in range(2):
+        strategy._count(module, (batch,), {})
+    assert strategy.shared_run is run
+    assert strategy._samples == 2 * samples
+    assert caplog.messages == ["run ours: a batch of unknown size counts as one sample"] * isinstance(batch, str)
 
 
 def test_a_run_that_could_not_be_joined_is_joined_at_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
