@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.output import one_sentence_errors
+from swarm_plugins.cli.support.prepared import find_own_modules
 from swarm_plugins.noise import quiet_recipe
 from swarm_plugins.offload.text import OFFLOAD_HELP, OFFLOAD_WORDS
 
@@ -37,13 +38,15 @@ def fit(
     """Train by a recipe, through Lightning.
 
     Any key of the recipe can be given as an option after the others, such as --trainer.max_epochs 2 or --model.base
-    DIR; --print_config shows all of them. The swarm is the recipe's (strategy.init_args.initial_peers), else
-    --local-swarm, else the one of the environment variable SWARM_INITIAL_PEERS; with --offload there is none.
+    DIR; --print_config shows all of them. Classes and functions may be your own, in modules of the working directory.
+    The swarm is the recipe's (strategy.init_args.initial_peers), else --local-swarm, else the one of the environment
+    variable SWARM_INITIAL_PEERS; with --offload there is none.
     """
     quiet_recipe()
     with one_sentence_errors("fit", OFFLOAD_WORDS):
         from swarm_plugins.recipes.fitting import run_recipe
 
+        find_own_modules()
         outcome = run_recipe(
             config,
             context.args,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,7 @@ class _Run:
             if not missing:
                 self._tell(f"{version.label}: all results are known")
                 return True
+            gc.collect()  # lm_eval's wrapper is a cycle, which keeps the model of the version before
             model, tokenizer = self._load(version, base)
             for task in missing:
                 self._tell(f"{version.label}: evaluating {task.name}")
@@ -140,6 +142,7 @@ class _Run:
                 new = [_record(version, base, score) for score in scores]
                 self.records = add_results(self._job.folder, new)
         except SwarmError as exc:
+            _forget_frames(exc)
             self.failures.append(exc)
             return isinstance(exc, _OF_A_VERSION)
         return True
@@ -148,6 +151,14 @@ class _Run:
         done = {(one.commit, one.base_revision, one.setting) for one in self.records}
         setting = self._tasks.setting
         return [one for one in self._tasks.tasks if (version.commit, base.revision, setting(one)) not in done]
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drops the tracebacks of an error and of those behind it, whose frames keep the model."""
+    if error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        _forget_frames(error.__cause__)
+        _forget_frames(error.__context__)
 
 
 def _record(version: TaggedVersion, base: ModelVersion, score: Score) -> EvalRecord:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForSequenceClassification
 from swarm_plugins.errors import ConfigError
@@ -67,6 +68,8 @@ class PromptClassifier(AdapterTuner):
             pad_token_id=data.tokenizer.pad_token_id,
         )
         self.model = put_on(base, self._adapter)
+        if "position_ids" in inspect.signature(base.forward).parameters:
+            self.model.base_model.register_forward_pre_hook(_with_positions, with_kwargs=True)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         output = self(**batch)
@@ -78,3 +81,14 @@ class PromptClassifier(AdapterTuner):
         """Logs the baseline of always answering the most frequent class."""
         share = float(self.trainer.datamodule.majority_share)  # type: ignore[attr-defined]
         self.log("val_majority", torch.tensor(share), prog_bar=True)
+
+
+def _with_positions(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Numbers the tokens without padding, which lies before a text, and behind soft prompts.
+
+    Here and not in a batch: PEFT drops positions next to soft prompts. A text would be read by the length of its
+    neighbors in the batch.
+    """
+    length = (given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]).shape[1]
+    positions = (given["attention_mask"].long().cumsum(1) - 1).clamp(min=0)  # [B, prefix + L]
+    return args, {**given, "position_ids": positions[:, -length:]}

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.model_names import expanded
 from swarm_plugins.recipes.loader import EpochSampler, ResumableLoader
 from swarm_plugins.recipes.packing import Packer
 from swarm_plugins.recipes.rows import (
@@ -89,7 +90,7 @@ class _RecipeData(pl.LightningDataModule):
         if name == BYTES:
             return ByT5Tokenizer(extra_ids=0)
         try:
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(expanded(name)), revision=revision)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no tokenizer can be loaded from {name!r} ({one_line(error)}); give the directory of a model (run the "

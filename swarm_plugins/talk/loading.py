@@ -77,7 +77,7 @@ def load_model(
 
 def _in_memory(name: str, revision: str | None, device: str) -> PreTrainedModel:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(str(expanded(name)), revision=revision, dtype="auto")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {name!r} cannot be loaded ({one_line(error)}): give another one") from error
     loaded: PreTrainedModel = model.to(device)
@@ -107,7 +107,7 @@ def load_draft(draft: str) -> PreTrainedModel | str:
     if draft == LOOKUP:
         return LOOKUP
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(draft, dtype="auto")
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(expanded(draft)), dtype="auto")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the draft model {draft!r} cannot be loaded ({one_line(error)}): give another one"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +33,11 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     where = {"gguf_file": path.name} if is_gguf_file(path) else {"revision": revision}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(path.parent) if is_gguf_file(path) else name, **where
+            str(path.parent if is_gguf_file(path) else path), **where
         )
     except (ImportError, KeyError, OSError, ValueError) as error:
         # Errors of the model itself come first.
-        Checkpoint.open(name, revision=None if Path(name).is_dir() else revision)
+        Checkpoint.open(name, revision=None if path.is_dir() else revision)
         why = one_line(error) if _has_tokenizer(name) else "none of its files is a tokenizer's, such as tokenizer.json"
         raise ConfigError(
             f"{name!r} has no tokenizer that can be loaded ({why}): without one, text cannot become tokens"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,14 @@ PEFT_CONFIG = "peft_config"
 MAX_RANK = 256
 _ALPHA = 32
 """At any rank, as the protocol has it: a learning rate fits all ranks (LoRA Without Regret, Schulman et al. 2025)."""
-_ATTENTION = ("attn", "attention", "mixer")
-_ROUTERS = ("router", "gate", "shared_expert_gate")
+_MIXERS = ("attn", "attention", "mixer", "mamba", "conv", "temporal_block", "mlstm_layer")
+_MLPS = {"mlp", "experts", "shared_experts", "up_proj", "down_proj"}
+"""Also below a mixer: Nemotron-H gives that name to whatever a layer is made of."""
+_ROUTERS = {"router", "gate", "shared_expert_gate"}
+_NOT_CALLED = {"dt_proj", "weights_proj"}
+"""Their owners read the weight themselves, as in Mamba and DeepSeek-V3.2: an adapter there does nothing."""
+_WITHOUT_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Model types on whose ``out_proj`` PEFT puts no LoRA: kernels for CUDA read its weight."""
 
 
 def new_lora(
@@ -48,13 +55,13 @@ def new_lora(
         base: A causal language model.
         rank: Rank of every product.
         seed: Of the factors' random start. None: another one each time.
-        attention: Adapt the linear layers of attention, and of what stands in its place.
+        attention: Adapt the linear layers of attention, and of what stands in its place (Mamba, convolutions).
         mlp: Adapt the MLPs, experts among them.
         unembed: Adapt the output layer.
         check: Called with the bytes of the adapter before they are allocated; it raises if they are too many.
 
     Raises:
-        ConfigError: If the rank is out of bounds, or nothing would be trained.
+        ConfigError: If the rank is out of bounds, nothing would be trained, or PEFT has no LoRA for a module.
     """
     if not 1 <= rank <= MAX_RANK:
         raise ConfigError(f"a LoRA of rank {rank} cannot be trained here: 1 to {MAX_RANK} are possible")
@@ -68,7 +75,8 @@ def new_lora(
         target_modules=modules,
         target_parameters=parameters or None,
     )
-    return _with_adapter(base, config, seed, check)
+    with _peft_errors(f"a LoRA of rank {rank}"):
+        return _with_adapter(base, config, seed, check)
 
 
 def new_adapter(
@@ -97,11 +105,9 @@ def new_adapter(
             f"{PEFT_CONFIG} starts a prompt from a text, for which PEFT would load the tokenizer that it names here: "
             "use prompt_tuning_init='RANDOM' or 'SAMPLE_VOCAB'"
         )
-    try:
+    with _peft_errors(PEFT_CONFIG):
         config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**{**found, "task_type": "CAUSAL_LM"})
         return _with_adapter(base, config, seed, check)
-    except (TypeError, ValueError, KeyError, AttributeError) as exc:
-        raise ConfigError(f"{PEFT_CONFIG} does not fit this model ({one_line(exc, with_kind=True)})") from exc
 
 
 def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
@@ -126,6 +132,14 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
     loaded.active_peft_config.inference_mode = False
     loaded.prompt_encoder.requires_grad_(True)
     return loaded.eval()
+
+
+@contextlib.contextmanager
+def _peft_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError) as exc:
+        raise ConfigError(f"{what} does not fit this model ({one_line(exc, with_kind=True)})") from exc
 
 
 def _with_adapter(base: Any, config: PeftConfig, seed: int | None, check: Callable[[int], object] | None) -> PeftModel:
@@ -166,17 +180,19 @@ def _targets(base: Any, *, attention: bool, mlp: bool, unembed: bool) -> tuple[l
     """Returns the names of linear layers, and of experts' parameters."""
     layers = f"{layer_list_name(base)}."
     head = base.get_output_embeddings()
+    left_out = _ROUTERS | _NOT_CALLED | ({"out_proj"} if base.config.model_type in _WITHOUT_OUT_PROJ else set())
     modules, parameters = [], []
     for path, module in base.named_modules():
+        parts = path.removeprefix(layers).split(".")
         if module is head:
             modules += [path] if unembed else []
-        elif path.startswith(layers) and (attention if _is_attention(path) else mlp):
+        elif path.startswith(layers) and (attention if _is_mixer(parts) else mlp):
             if is_fused_experts(module):
                 parameters += [f"{path}.{name}" for name in EXPERT_PARAMETERS if hasattr(module, name)]
-            elif isinstance(module, nn.Linear) and path.rpartition(".")[2] not in _ROUTERS:
+            elif isinstance(module, nn.Linear) and left_out.isdisjoint(parts):
                 modules.append(path)
     return modules, parameters
 
 
-def _is_attention(path: str) -> bool:
-    return any(word in part for part in path.split(".") for word in _ATTENTION)
+def _is_mixer(parts: list[str]) -> bool:
+    return _MLPS.isdisjoint(parts) and any(word in part for part in parts for word in _MIXERS)

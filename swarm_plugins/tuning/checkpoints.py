@@ -205,7 +205,8 @@ class CheckpointStore:
             metadata=dict(metadata or {}),
         )
         with self._saving:
-            self._check_room(run.owner, 3 * adapter_bytes if kind == "weights" else adapter_bytes)  # with both moments
+            # Adam has two moments as large as the adapter.
+            self._check_room(run.owner, 3 * adapter_bytes if kind == "weights" else adapter_bytes, facts.path)
             with _whole_folder(folder) as part:
                 source = find_adapter(tuner.model)
                 save_peft(source, part, _base_name(source, run), with_embeddings=False)
@@ -288,9 +289,10 @@ class CheckpointStore:
             return None
         return facts
 
-    def _check_room(self, owner: str, num_bytes: int) -> None:
+    def _check_room(self, owner: str, num_bytes: int, path: str) -> None:
+        """Raises CapacityError unless the checkpoint of a path fits; the one it replaces is on disk until then."""
         known = [one for run in self.runs(owner) for one in self.checkpoints(run.run)]
-        if len(known) >= self._max_per_owner:
+        if sum(one.path != path for one in known) >= self._max_per_owner:
             raise CapacityError(f"you have {len(known)} checkpoints, the most that may be: delete some")
         used = sum(one.num_bytes for one in known)
         if used + num_bytes > self._max_bytes:

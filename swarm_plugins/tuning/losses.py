@@ -64,18 +64,23 @@ def _importance_sampling(scores: Scores, inputs: Inputs, settings: Settings) -> 
 
 
 def _ppo(scores: Scores, inputs: Inputs, settings: Settings) -> Tensor:
-    return _clipped((scores.logprobs - inputs["logprobs"]).exp(), inputs["advantages"], settings)
+    return _clipped((scores.logprobs - inputs["logprobs"]).exp(), inputs, settings)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
-    bounded = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
-    return -torch.minimum(ratio * advantages, bounded * advantages)
+def _clipped(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
+    advantages = inputs["advantages"]
+    return -torch.minimum(ratio * advantages, _bounded(ratio, inputs, settings) * advantages)
+
+
+def _bounded(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
+    """Clips ratios; bounds of a position win over the settings."""
+    low, high = (inputs.get(name, ratio.new_tensor(settings[name])) for name in _CLIP)
+    return ratio.clamp(low, high)
 
 
 def _cispo(scores: Scores, inputs: Inputs, settings: Settings) -> Tensor:
     ratio = (scores.logprobs - inputs["logprobs"]).exp().detach()
-    bounded = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
-    return -bounded * scores.logprobs * inputs["advantages"]
+    return -_bounded(ratio, inputs, settings) * scores.logprobs * inputs["advantages"]
 
 
 def _dro(scores: Scores, inputs: Inputs, settings: Settings) -> Tensor:
@@ -89,7 +94,7 @@ def _gspo(scores: Scores, inputs: Inputs, settings: Settings) -> Tensor:
     ratios = (logprobs.detach() - inputs["logprobs"])[counted]
     # The ratio of the whole text, with the gradient of each of its tokens (GSPO-token, Zheng et al. 2025, section 4.3).
     of_text = ratios.mean() if ratios.numel() else logprobs.new_zeros(())
-    return _clipped((of_text + logprobs - logprobs.detach()).exp(), inputs["advantages"], settings)
+    return _clipped((of_text + logprobs - logprobs.detach()).exp(), inputs, settings)
 
 
 def _of_policy(
@@ -134,10 +139,10 @@ _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(_cross_entropy, optional=("weights",)),
     "importance_sampling": _of_policy(_importance_sampling),
-    "ppo": _of_policy(_ppo, _CLIP),
-    "cispo": _of_policy(_cispo, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "ppo": _of_policy(_ppo, _CLIP, tuple(_CLIP)),
+    "cispo": _of_policy(_cispo, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, tuple(_CLIP)),
     "dro": _of_policy(_dro, {"beta": 0.05}),
-    "gspo": _of_policy(_gspo, _CLIP, (_MASK,)),
+    "gspo": _of_policy(_gspo, _CLIP, (*_CLIP, _MASK)),
     "forward_kl": _distance(forward_kl),
     "reverse_kl": _distance(reverse_kl),
     "entropy": Loss(_entropy, optional=("weights",), by_position=("weights",)),

@@ -203,7 +203,8 @@ def test_a_mixture_on_disk_is_tuned_and_its_adapter_published(
     [
         pytest.param(LORA, ["--offload", "fast=much"], r"invalid --offload fast=much", id="text"),
         pytest.param(LORA, ["--offload", "none", "--local-swarm", "1"], r"two places.*give one of them", id="two"),
-        pytest.param("prmoe.yaml", ["--offload", "none"], r"--trainer\.strategy swarm", id="whole-model"),
+        pytest.param("prmoe.yaml", ["--offload", "none"], r"--offload .*--trainer\.strategy swarm", id="whole-model"),
+        pytest.param("mos.yaml", ["--local-swarm", "2"], r"--local-swarm .*--trainer\.strategy swarm", id="servers"),
     ],
 )
 def test_a_place_that_cannot_be_is_one_sentence(recipe: str, options: list[str], said: str, fit: Fit) -> None:
@@ -243,11 +244,8 @@ class Bare(L.LightningModule):
 
 
 @pytest.mark.usefixtures("peers")
-def test_a_model_without_adapter_has_nothing_to_train(
-    text: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bare_module.py").write_text(BARE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_model_without_adapter_has_nothing_to_train(text: Path, tmp_path: Path, fit: Fit) -> None:
+    (tmp_path / "bare_module.py").write_text(BARE)  # in the working directory
     content = (RECIPES / LORA).read_text()
     cut = content[: content.index("    adapter:")] + content[content.index("\ndata:") :]
     recipe = tmp_path / "bare.yaml"

@@ -32,8 +32,7 @@ def find_function(name: str | None) -> Callable[[Any], object] | None:
     module, _, function = name.partition(":")
     if not module or not function:
         raise ConfigError(f"invalid --prepare {name}: expected MODULE:FUNCTION, such as my_reader:insert")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    find_own_modules()
     try:
         found: object = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as exc:
@@ -41,3 +40,9 @@ def find_function(name: str | None) -> Callable[[Any], object] | None:
     if not callable(found):
         raise ConfigError(f"invalid --prepare {name}: it is a {type(found).__name__}, not a function")
     return found
+
+
+def find_own_modules() -> None:
+    """Makes modules of the working directory importable, as they are for ``python`` itself."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

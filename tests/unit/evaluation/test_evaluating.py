@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import json
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from evaluation_kit import BASE, OTHER, REPO, Evaluation, write_task
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.errors import CheckpointError, ConfigError, HubError, MissingBlocksError, MissingExtraError
-from swarm_plugins.evaluation.tasks import EvalSettings
-from swarm_plugins.hub.results import RESULTS_FILE, read_results
+from swarm_plugins.errors import (
+    CheckpointError,
+    ConfigError,
+    HubError,
+    MissingBlocksError,
+    MissingExtraError,
+    NumericError,
+)
+from swarm_plugins.evaluation.scoring import Tasks
+from swarm_plugins.evaluation.tasks import EvalSettings, EvalTask
+from swarm_plugins.evaluation.versions import TaggedVersion
+from swarm_plugins.hub.results import RESULTS_FILE, Score, read_results
 from swarm_plugins.hub.results_push import ResultsRepository
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.versions import ModelVersion
@@ -49,6 +61,32 @@ def test_only_what_is_missing_is_evaluated(evaluation: Evaluation, task_file: Pa
     other = evaluation.run(all_versions=False, settings=EvalSettings(limit=3, num_fewshot=1))
     assert [(one.num_samples, one.limit, one.num_fewshot) for one in other.records[7:]] == [(3, 3, 1)]
     assert evaluation.run(all_versions=False, settings=EvalSettings(limit=3, num_fewshot=1)).num_new == 0
+
+
+def test_one_model_at_a_time_is_in_memory(evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, before = weakref.WeakSet[Any](), list[int]()
+
+    def load(version: TaggedVersion, base: ModelVersion) -> tuple[Any, None]:
+        before.append(len(alive))
+        model: Any = torch.nn.Identity()
+        model.is_faulty = version.tag == "v1"
+        alive.add(model)
+        return model, None
+
+    def score(self: Tasks, task: EvalTask, model: Any, tokenizer: Any) -> list[Score]:
+        model.wrapper = functools.partial(print, model)  # a cycle, as with lm_eval's
+        if not model.is_faulty:
+            return well(self, task, model, tokenizer)
+        try:
+            raise ValueError("nan")
+        except ValueError as exc:
+            raise NumericError("acc is nan") from exc
+
+    well = Tasks.score
+    monkeypatch.setattr(Tasks, "score", score)
+    monkeypatch.setattr(evaluation, "_load", load)
+    done = evaluation.run(push=False)
+    assert (before, done.num_new, [str(one) for one in done.failures]) == ([0, 0, 0], 2, ["acc is nan"])
 
 
 def test_a_version_of_another_base_is_refused(evaluation: Evaluation, publish: Callable[..., None]) -> None:

