@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Literal, NamedTuple
 
-from swarm_plugins.book.record import PeerBook, PeerRecord
+from swarm_plugins.book.record import Checks, PeerBook, PeerRecord
 from swarm_plugins.routing.chain import ServerEntry
 
 _COMPUTING = ("rpc_forward", "rpc_session")
@@ -232,8 +232,10 @@ When = Literal["before", "after", "never"]
 
 def check_share(record: PeerRecord, kind: Hashable) -> float:
     """Returns the share of a server's answers of one kind that are checked now."""
-    rules, known = record.rules, record.checks.get(kind)
-    further = (0 if known is None else known.num_passed) - rules.first_checks
+    rules, known = record.rules, record.checks.get(kind) or Checks()
+    # The exponent is bounded, as that of bans is.
+    first = min(rules.first_checks * 2 ** min(known.num_doubts, 32), rules.most_first_checks)
+    further = known.num_passed - first
     return 1.0 if further < 0 else max(rules.least_checked, 0.5 ** (further + 1))
 
 
@@ -243,6 +245,7 @@ def when_checked(book: PeerBook, peer: str, kind: Hashable, chance: Callable[[],
     known = record.checks.get(kind)
     if known is not None and book.now < known.paused_until:
         return "never"
-    if known is None or known.num_passed < book.rules.first_checks:
+    share = check_share(record, kind)
+    if share == 1.0:
         return "before"
-    return "after" if chance() < check_share(record, kind) else "never"
+    return "after" if chance() < share else "never"

@@ -50,6 +50,8 @@ class Checks(NamedTuple):
 
     num_passed: int = 0
     paused_until: float = -math.inf
+    num_doubts: int = 0
+    """Answers that were wrong, or that it did not stand by."""
 
 
 @dataclass
@@ -259,10 +261,13 @@ class Checked(NamedTuple):
     is_right: bool
 
     def write(self, record: PeerRecord, now: float) -> None:
-        """Counts the good ones; after a doubt, all are checked again."""
+        """Counts the good ones; after a doubt, all are checked again, each time twice as many."""
         known = record.checks.pop(self.kind, Checks())
-        if self.is_right:
-            record.checks[self.kind] = Checks(known.num_passed + 1)
+        num_passed, num_doubts = (
+            (known.num_passed + 1, known.num_doubts) if self.is_right else (0, known.num_doubts + 1)
+        )
+        is_forgiven = num_passed >= 2 * record.rules.most_first_checks
+        record.checks[self.kind] = Checks(num_passed, num_doubts=0 if is_forgiven else num_doubts)
 
 
 class Uncheckable(NamedTuple):
@@ -273,7 +278,7 @@ class Uncheckable(NamedTuple):
     def write(self, record: PeerRecord, now: float) -> None:
         """Makes a pause."""
         known = record.checks.get(self.kind, Checks())
-        record.checks[self.kind] = Checks(known.num_passed, now + record.rules.uncheckable_s)
+        record.checks[self.kind] = known._replace(paused_until=now + record.rules.uncheckable_s)
 
 
 class PeerBook:

@@ -250,9 +250,9 @@ class Holders:
         return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
 
     async def _ask_chunk(self, rows: ExpertRows, share: Share, chunk: _Chunk) -> Tensor:
-        peer, _, response = await self._caller.ask(ExpertsCall(self.view, rows, share, chunk), share.holder.peer)
-        self._on_answer(peer, response.rows.shape[0])
-        return response.rows
+        answer = await self._caller.ask(ExpertsCall(self.view, rows, share, chunk), share.holder.peer)
+        self._on_answer(answer.peer, answer.response.rows.shape[0])
+        return answer.response.rows
 
     async def close(self) -> None:
         """Ends checks, look-ups and streams. Idempotent."""

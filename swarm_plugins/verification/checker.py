@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 from swarm_plugins.book import judging
 from swarm_plugins.book.judging import When
-from swarm_plugins.book.record import Checked, PeerBook, Uncheckable
+from swarm_plugins.book.record import Checked, Failed, PeerBook, Uncheckable
 from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.client.answers import SpanMovedError
+from swarm_plugins.client.answers import OverloadedError, SpanMovedError
 from swarm_plugins.client.calls.call import Answer, Call, Caller, Request, Response, WrongAnswerError
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.recent import Recent
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification.evidence import Evidence, save_evidence
-from swarm_plugins.verification.local_blocks import UncheckableError
+from swarm_plugins.verification.local_blocks import UncheckableError, UncheckableRequestError
 from swarm_plugins.verification.quarantine import Quarantine
 from swarm_plugins.verification.replay import checked
 from swarm_plugins.verification.scores import Verdict
@@ -124,10 +124,12 @@ class Checker:
     async def _check_quietly(self, server: Server, examine: Callable[[], Awaitable[Finding]]) -> None:
         try:
             await self._check(server, examine)
-        except WrongAnswerError as exc:
-            log.warning("an answer that has already been used was wrong: %s", exc)
         except SwarmError as exc:
-            log.warning("an answer that has already been used could not be checked: %s", exc)
+            how = "was wrong" if isinstance(exc, WrongAnswerError) else "could not be checked"
+            log.warning("an answer that has already been used %s: %s", how, exc)
+            if not isinstance(exc, OverloadedError | SpanMovedError):
+                # As after any call that fails: not to open an answer hides a lie, or the network is bad.
+                self._book.observe(server.peer, Failed(one_line(exc)))
 
     async def _check(self, server: Server, examine: Callable[[], Awaitable[Finding]]) -> None:
         try:
@@ -175,10 +177,11 @@ class Checker:
         return ""
 
     def say_unchecked(self, server: Server, exc: SwarmError) -> None:
-        """Notes that a server's answers cannot be checked now, and says so once."""
+        """Notes that a server's answers cannot be checked now, and says so once; of one request, that it cannot be."""
         if self._book.is_news(server.peer, f"unchecked {server.what}"):
             log.warning("answers (%s) of server %s cannot be checked: %s", server.what, server.peer, one_line(exc))
-        self._book.observe(server.peer, Uncheckable(server[1:]))
+        if not isinstance(exc, UncheckableRequestError):
+            self._book.observe(server.peer, Uncheckable(server[1:]))
 
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,8 +23,10 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
     Message,
     Receipt,
+    SessionStep,
 )
 from swarm_plugins.transport.optional import or_none
+from swarm_plugins.transport.pushed import input_name
 from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.local_blocks import Kind
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from swarm_plugins.transport.server_info import ServerInfo
 
 M = TypeVar("M", bound=Message)
+R = TypeVar("R", ForwardRequest, BackwardRequest, SessionStep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +51,29 @@ class Claim:
     forward: ForwardRequest
     outputs: ForwardResponse
     """The answer to the forward: before a backward that does not name its graph, perhaps of another server."""
-    is_session: bool = False
-    """Whether the answer is that of a session, which the forward repeats."""
+    steps: tuple[tuple[Tensor, Codec], ...] = ()
+    """Of a session, which the forward repeats: its last answers, joined in ``outputs``, and how each was packed."""
     backward: tuple[BackwardRequest, BackwardResponse] | None = None
     """None: the claim is about the forward."""
+    is_pushed: bool = False
+    """Whether another server has sent the input of the forward; see `Answer`."""
+    is_grad_pushed: bool = False
+    """The same of the backward."""
 
     @classmethod
     def of(cls, call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo) -> Claim:
         """Returns what a server claims by its answer to a forward or a backward."""
-        peer, request, response = answer
+        peer, request, response, is_pushed = answer
         kind = Kind(info.dtype, info.quantization)
         if isinstance(call, ForwardCall):
-            return cls(peer=peer, kind=kind, adapters=call.adapters, forward=request, outputs=response)
+            return cls(
+                peer=peer,
+                kind=kind,
+                adapters=call.adapters,
+                forward=request,
+                outputs=response,
+                is_pushed=is_pushed,
+            )
         if isinstance(call, BackwardCall):
             return cls(
                 peer=peer,
@@ -67,6 +82,8 @@ class Claim:
                 forward=call.run.request,
                 outputs=call.run.response,
                 backward=(request, response),
+                is_pushed=call.run.is_pushed,
+                is_grad_pushed=is_pushed,
             )
         raise TypeError(f"cannot examine a {type(call).__name__}")
 
@@ -92,16 +109,15 @@ class Claim:
 
     def as_sent(self) -> Claim:
         """Returns copies of all: messages as they were on the other end of the wire, adapters as they are now."""
-        forward_codec, backward = self.codec, None
+        forward, backward = None, None
         if self.backward is not None:
             request, response = self.backward
-            backward = travelled(request, self.codec), travelled(response, "none")
-            if request.forward is None:  # of a kept graph, which travelled as it said itself
-                forward_codec = self.forward.reply_codec
+            backward = arrived(request, self.is_grad_pushed), travelled(response, "none")
+            forward = backward[0].forward  # unless the graph was kept: sent again, with this backward's codec
         return replace(
             self,
             adapters=copied(self.adapters),
-            forward=travelled(self.forward, forward_codec),
+            forward=arrived(self.forward, self.is_pushed) if forward is None else forward,
             outputs=travelled(self.outputs, "none"),
             backward=backward,
         )
@@ -160,13 +176,19 @@ class Claim:
     def comparison(self, *, is_mixture: bool) -> Comparison:
         """Returns how to compare the answer."""
         wire = str(self.forward.hidden.dtype).removeprefix("torch.")
-        precision = self.kind.session_precision if self.is_session else self.kind.precision
+        precision = self.kind.session_precision if self.steps else self.kind.precision
         return Comparison(
-            precision=coarsest([precision, wire, self.forward.reply_codec]),
+            precision=coarsest([precision, wire, self.forward.reply_codec, *(codec for _, codec in self.steps)]),
             is_mixture=is_mixture,
             num_blocks=len(self.blocks),
+            # The steps before them were cached by another run than the one that is opened.
+            is_rough=is_mixture and bool(self.steps) and self.outputs.hidden.shape[1] < self.forward.hidden.shape[1],
             mask=self.forward.attention_mask,
         )
+
+    def can_tell(self, *, is_mixture: bool) -> bool:
+        """Returns whether the outputs have enough tokens to be compared."""
+        return self.comparison(is_mixture=is_mixture).can_tell(self.outputs.hidden)
 
     def verdicts(
         self, expected: Sequence[Tensor], nudged: Sequence[Sequence[Tensor]] = (), *, is_mixture: bool
@@ -207,6 +229,16 @@ def check_kind(peer: str, receipt: Receipt, version: str, kind: Kind) -> None:
     said = (version, kind.dtype, kind.quantization)
     if signed != said:
         raise SpanMovedError(f"server {peer} signed for {signed}, it is asked for and announces {said}")
+
+
+def arrived(request: R, is_pushed: bool) -> R:
+    """Returns a copy of a request as its server got it: packed, but for an input that another server has sent."""
+    if not is_pushed:
+        return travelled(request, request.reply_codec)
+    name = input_name(request)
+    tensor: Tensor = getattr(request, name)
+    rest = travelled(msgspec.structs.replace(request, **{name: tensor[:, :, :0]}), request.reply_codec)
+    return msgspec.structs.replace(rest, **{name: tensor.detach().to("cpu", copy=True)})
 
 
 def travelled(message: M, codec: Codec) -> M:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import AdapterUse
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 from swarm_plugins.client.calls.call import Answer, WrongAnswerError
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.servers import NONCE_BYTES
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.client.sessions.span import SentSession, StepCall
 from swarm_plugins.errors import CapacityError, ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.messages import (
@@ -27,9 +30,9 @@ from swarm_plugins.transport.messages import (
 from swarm_plugins.transport.receipts import check_receipt, history_after
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification.checker import Finding
-from swarm_plugins.verification.claims import Claim, check_kind, copied, travelled
+from swarm_plugins.verification.claims import Claim, arrived, check_kind, copied
 from swarm_plugins.verification.evidence import evidence_of, evidence_of_session
-from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError, UncheckableRequestError
 from swarm_plugins.verification.openings import Opening, open_blocks
 from swarm_plugins.verification.recompute import recompute
 from swarm_plugins.verification.repeated import check_repeatable, repeated_forward, session_history
@@ -57,10 +60,14 @@ class Examiner:
         """Checks the answer to a forward or a backward.
 
         Raises:
+            UncheckableRequestError: If that is not possible with this request.
             UncheckableError: If that is not possible now.
             SwarmError: If the server does not open what it has answered.
         """
         num_blocks, opening, grad = len(claim.blocks), None, None
+        # What it opens may be right whatever it has answered: alone, that speaks for no answer.
+        if claim.backward is None and not claim.can_tell(is_mixture=self._blocks.has_experts(claim.blocks)):
+            return Finding(verdicts=[], where=where(claim.blocks))
         try:
             is_small = num_blocks == 1 or await self._blocks.can_hold(num_blocks)
         except SwarmError as exc:
@@ -69,7 +76,8 @@ class Examiner:
             request = claim.backward[0]
             if request.grad_hidden_states or request.grad_router_logits:
                 # These gradients enter between the blocks, where the server would have to know them to commit.
-                return await self._elsewhere(claim, UncheckableError("gradients of inner states cannot be opened"))
+                cause = UncheckableRequestError("gradients of inner states cannot be opened")
+                return await self._elsewhere(claim, cause)
             grad = request.grad_hidden
         try:
             if not is_small:
@@ -87,7 +95,7 @@ class Examiner:
     async def examine_session(
         self,
         call: StepCall,
-        answer: Answer[SessionStep, SessionStepResponse],
+        answers: Sequence[Answer[SessionStep, SessionStepResponse]],
         info: ServerInfo,
         sent: SentSession | None,
     ) -> Finding:
@@ -95,40 +103,38 @@ class Examiner:
 
         Args:
             call: The step.
-            answer: The server's answer.
+            answers: Copies of the answer and of those right before it: as many are compared as it takes. If all
+                together are too few tokens, there is no verdict.
             info: What the server says about itself.
             sent: All messages of the session. None: it is a fork, or its cache has been changed.
 
         Raises:
-            UncheckableError: If the session cannot be repeated as one forward: it began with a prefix, its adapters
-                changed, or it is longer than what the server takes at once.
+            UncheckableRequestError: If the session cannot be repeated as one forward: it began with a prefix, its
+                adapters changed, or it is longer than what the server takes at once.
+            UncheckableError: If the blocks cannot be run here, or the server has no room for the states.
             SwarmError: If the server does not open the forward.
         """
-        arrived, history = _arrived(answer.request, sent), call.session.history
-        kind, version, before = Kind(info.dtype, info.quantization), self._view.version.key, b""
+        kind, version, history = Kind(info.dtype, info.quantization), self._view.version.key, call.session.history
+        asked = _asked_until(answers[-1], sent)
+        _check_size(asked, history, sent, info)
+        steps, before = list(itertools.starmap(arrived, asked)), b""
         if sent is not None:
-            use = AdapterUse(adapters=call.adapters, rows=answer.request.adapter_rows)
-            before = history_after(sent.opened, arrived[:-1])
-            history = session_history(sent.opened, ((one, use) for one in arrived))
-        receipt, after = check_receipt(answer.peer, arrived[-1], answer.response, before)
-        check_kind(answer.peer, receipt, version, kind)
-        forward = repeated_forward(history, arrived[-1], version)
-        num_tokens = forward.hidden.shape[0] * forward.hidden.shape[1]
-        if 0 < info.max_batch_tokens < num_tokens:
-            raise UncheckableError(f"{num_tokens} tokens are more than the server takes at once")
+            use = AdapterUse(adapters=call.adapters, rows=steps[-1].adapter_rows)
+            history = session_history(sent.opened, ((one, use) for one in steps))
+        forward = repeated_forward(history, steps[-1], version)
         if len(history.steps) > 1:
             await check_repeatable(range(forward.start, forward.end), kind, self._blocks)
-        response = travelled(answer.response, "none")
-        claim = Claim(
-            peer=answer.peer,
-            kind=kind,
-            adapters=copied(call.adapters),
-            forward=forward,
-            outputs=ForwardResponse(hidden=response.hidden),
-            is_session=True,
-        )
+        claim = self._session_claim(forward, kind, copied(call.adapters), answers)
+        if claim is None:
+            return Finding(verdicts=[], where=where(call.blocks))
         if not claim.is_as_sent:
-            raise UncheckableError("the session's adapters have changed since")
+            raise UncheckableRequestError("the session's adapters have changed since")
+        responses = [answer.response for answer in answers[-len(claim.steps) :]]
+        if sent is not None:
+            before = history_after(sent.opened, steps[: -len(responses)])
+        for step, response in zip(steps[-len(responses) :], responses, strict=True):
+            receipt, before = check_receipt(claim.peer, step, response, before)
+            check_kind(claim.peer, receipt, version, kind)
         try:
             opening = await self._opened(claim, None)
         except CapacityError as exc:
@@ -138,10 +144,29 @@ class Examiner:
         except SwarmError as exc:
             raise UncheckableError(one_line(exc)) from exc
         found = Finding(verdicts=verdicts, where=where(claim.blocks))
-        if sent is None or not after:
+        if sent is None or not before:
             return found
-        shown = (answer.peer, sent.opened, arrived, [response], claim.adapters, opening)
+        shown = (claim.peer, sent.opened, steps, responses, claim.adapters, opening)
         return replace(found, evidence=functools.partial(evidence_of_session, *shown))
+
+    def _session_claim(
+        self,
+        forward: ForwardRequest,
+        kind: Kind,
+        adapters: tuple[LoadedAdapter, ...],
+        answers: Sequence[Answer[SessionStep, SessionStepResponse]],
+    ) -> Claim | None:
+        """Returns the claim about the fewest of the last answers that can be compared; None if all are too few."""
+        is_mixture = self._blocks.has_experts(range(forward.start, forward.end))
+        for first in reversed(range(len(answers))):
+            last = tuple((one.response.hidden, one.request.reply_codec) for one in answers[first:])
+            outputs = ForwardResponse(hidden=torch.cat([hidden for hidden, _ in last], dim=1))
+            claim = Claim(
+                peer=answers[-1].peer, kind=kind, adapters=adapters, forward=forward, outputs=outputs, steps=last
+            )
+            if claim.can_tell(is_mixture=is_mixture):
+                return claim
+        return None
 
     async def _opened(self, claim: Claim, grad: Tensor | None) -> Opening:
         peers, tied, nonce = self._view.peers, self._view.tied, secrets.token_bytes(NONCE_BYTES)
@@ -175,7 +200,8 @@ class Examiner:
             if len(differing) == _MAX_OTHERS:
                 break
         if not differing:
-            raise UncheckableError(f"{one_line(cause)}; and no other server of the same kind holds these blocks")
+            kind = UncheckableRequestError if isinstance(cause, UncheckableRequestError) else UncheckableError
+            raise kind(f"{one_line(cause)}; and no other server of the same kind holds these blocks")
         first, last = differing[0], differing[-1]
         if first is last or _is_wrong(_compared(first, last)):
             # No two agree, so the other may be wrong as well.
@@ -216,15 +242,30 @@ class Examiner:
         return replace(claim, peer=peer, backward=(request, gradients))
 
 
-def _arrived(request: SessionStep, session: SentSession | None) -> list[SessionStep]:
-    """Returns the steps of a session as the server got them, or if they are not all known, the last one only."""
-    sent = [request] if session is None else session.steps
+def _asked_until(
+    answer: Answer[SessionStep, SessionStepResponse], sent: SentSession | None
+) -> list[tuple[SessionStep, bool]]:
+    """Returns the steps up to an answer, or if they are not all known, the last one; and whose input was pushed."""
+    if sent is None:
+        return [(answer.request, answer.is_pushed)]
     # It grows while a check waits for its turn.
-    end = max(index for index, step in enumerate(sent) if step is request) + 1
-    named = request.adapters, request.adapter_rows
-    if any((step.adapters, step.adapter_rows) != named for step in sent[:end]):
-        raise UncheckableError("the session cannot be repeated as one forward: its adapters have changed")
-    return [travelled(step, step.reply_codec) for step in sent[:end]]
+    end = max(index for index, (step, _) in enumerate(sent.steps) if step is answer.request) + 1
+    return sent.steps[:end]
+
+
+def _check_size(
+    asked: Sequence[tuple[SessionStep, bool]], history: History, sent: SentSession | None, info: ServerInfo
+) -> None:
+    """Raises UncheckableRequestError unless the server can repeat a session as one forward."""
+    last, _ = asked[-1]
+    if history.prefix:
+        raise UncheckableRequestError("the session cannot be repeated as one forward: it began with a prefix")
+    if any((step.adapters, step.adapter_rows) != (last.adapters, last.adapter_rows) for step, _ in asked):
+        raise UncheckableRequestError("the session cannot be repeated as one forward: its adapters have changed")
+    length = history.length if sent is None else sum(step.hidden.shape[1] for step, _ in asked)
+    num_tokens = last.hidden.shape[0] * length
+    if 0 < info.max_batch_tokens < num_tokens:
+        raise UncheckableRequestError(f"{num_tokens} tokens are more than the server takes at once")
 
 
 def _compared(one: Claim, other: Claim) -> list[Verdict]:

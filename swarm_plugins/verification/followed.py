@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
 from swarm_plugins.client.calls.call import Answer
@@ -10,7 +12,7 @@ from swarm_plugins.client.sessions.span import SentSession, StepCall
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.messages import SessionStep, SessionStepResponse
 from swarm_plugins.transport.receipts import check_receipt, first_history
-from swarm_plugins.verification.claims import check_kind, copied, travelled
+from swarm_plugins.verification.claims import arrived, check_kind, copied, travelled
 from swarm_plugins.verification.evidence import Evidence, evidence_of_session
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.scores import Verdict
@@ -59,7 +61,7 @@ class FollowedSession:
             ProtocolError: If the server has not signed its answer, or not for this history.
             SpanMovedError: If it has signed for other blocks than it is believed to have.
         """
-        peer, request = answer.peer, travelled(answer.request, answer.request.reply_codec)
+        peer, request = answer.peer, arrived(answer.request, answer.is_pushed)
         is_first = not self._steps
         if is_first and sent is not None:
             self._sent, self._history = sent, first_history(sent.opened)
@@ -111,7 +113,7 @@ class FollowedSession:
         end = self.shadow.num_compared
         if self._sent is None or self._num_vouched < end:
             return None
-        steps = [travelled(step, step.reply_codec) for step in self._sent.steps[:end]]
+        steps = list(itertools.starmap(arrived, self._sent.steps[:end]))
         answers = self._answers[: end - self._num_right]
         adapters = tuple(self._adapters.values())
         return evidence_of_session(peer, self._sent.opened, steps, answers, adapters, model=model, reason=reason)

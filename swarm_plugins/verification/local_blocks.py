@@ -47,6 +47,10 @@ class UncheckableError(SwarmError):
     """Neither this machine nor another server can compute the blocks."""
 
 
+class UncheckableRequestError(UncheckableError):
+    """Of the same blocks, other requests can be checked."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a server computes: two blocks of one kind give the same numbers up to the order of sums."""

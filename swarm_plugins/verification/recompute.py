@@ -30,6 +30,12 @@ def packed(tensor: Tensor, codec: Codec) -> Tensor:
     return tensor if codec == "none" else travelled(ForwardResponse(hidden=tensor), codec).hidden
 
 
+def packed_apart(results: Tensor, answers: Sequence[tuple[Tensor, Codec]]) -> Tensor:
+    """Returns results, ``[B, S, D]``, as answers of these sizes would have brought them one by one."""
+    parts = results.split([answer.shape[1] for answer, _ in answers], dim=1)
+    return torch.cat([packed(part, codec) for part, (_, codec) in zip(parts, answers, strict=True)], dim=1)
+
+
 async def recompute(claim: Claim, opening: Opening | None, blocks: LocalBlocks) -> list[Verdict]:
     """Compares an answer with the same blocks here: with all of them, or with those that the server has opened.
 
@@ -97,29 +103,29 @@ class _OpenedPiece:
         """Compares the state behind the piece, and what an answer to the forward says about it."""
         index, verdicts = self._index, []
         expected = await self._outputs(0)
-        pairs: list[tuple[Comparison, Tensor, Tensor, Codec]] = []
+        pairs: list[tuple[Comparison, Tensor, Sequence[tuple[Tensor, Codec]]]] = []
         if index < self._last:
             comparison = self._comparison(is_answer=False)
-            pairs.append((comparison, self._inputs.hidden, self._opening.states[index], "none"))
+            pairs.append((comparison, self._inputs.hidden, [(self._opening.states[index], "none")]))
         if self._claim.backward is None:
             claimed = self._claim.results()
             # An answer has the last states only: of all blocks, or of one.
             at = self._inputs.blocks.stop - self._whole.blocks.stop + len(claimed) - 1
             if at >= 0:
-                pairs.append((self._comparison(is_answer=True), self._whole.hidden, claimed[at], self._claim.codec))
-        for comparison, hidden, found, codec in pairs:
-            tokens = found.shape[1]  # of a session, only the last ones were answered
+                parts = self._claim.steps or ((claimed[at], self._claim.codec),)
+                pairs.append((self._comparison(is_answer=True), self._whole.hidden, parts))
+        for comparison, hidden, answers in pairs:
 
             def compare(
                 nudged: Sequence[Sequence[Tensor]],
                 comparison: Comparison = comparison,
                 hidden: Tensor = hidden,
-                found: Tensor = found,
-                tokens: int = tokens,
-                codec: Codec = codec,
+                answers: Sequence[tuple[Tensor, Codec]] = answers,
             ) -> list[Verdict]:
+                found = torch.cat([answer for answer, _ in answers], dim=1)
+                tokens = found.shape[1]  # of a session, only the last ones are compared
                 whole = (expected[-1], *(one[-1] for one in nudged))
-                here, *moved = (packed(each[:, -tokens:], codec) for each in whole)
+                here, *moved = (packed_apart(each[:, -tokens:], answers) for each in whole)
                 return known([comparison.outputs(hidden[:, -tokens:], found, here, moved)])
 
             verdicts += await settled(self._blocks, compare, self._outputs)

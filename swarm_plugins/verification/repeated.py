@@ -9,9 +9,10 @@ import torch
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, have_jumps
 from swarm_plugins.client.sessions.history import History
+from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep
 from swarm_plugins.transport.optional import or_none, or_unset
-from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError, UncheckableRequestError
 
 
 def step_inputs(request: SessionStep, blocks: range, adapters: AdapterUse) -> SpanInputs:
@@ -44,11 +45,11 @@ def repeated_forward(history: History, step: SessionStep, version: str) -> Forwa
         version: Of the model.
 
     Raises:
-        UncheckableError: If there is none: the session began with a prefix, or its adapters changed.
+        UncheckableRequestError: If there is none: the session began with a prefix, or its adapters changed.
     """
     parts = history.merged()
     if history.prefix or len(parts) != 1:
-        raise UncheckableError("the session cannot be repeated as one forward")
+        raise UncheckableRequestError("the session cannot be repeated as one forward")
     (whole,) = parts
     mask, positions = whole.attention_mask, whole.position_ids
     if mask is None and have_jumps(positions):
@@ -70,6 +71,15 @@ def repeated_forward(history: History, step: SessionStep, version: str) -> Forwa
 
 
 async def check_repeatable(whole: range, kind: Kind, blocks: LocalBlocks) -> None:
-    """Raises UncheckableError if several steps give other numbers than one forward with all their tokens."""
-    if not await blocks.has_fixed_positions(whole, kind):
-        raise UncheckableError("the positions of this model depend on the tokens that come together")
+    """Checks that several steps give the same numbers as one forward with all their tokens.
+
+    Raises:
+        UncheckableRequestError: If they do not.
+        UncheckableError: If the blocks cannot be read here.
+    """
+    try:
+        is_fixed = await blocks.has_fixed_positions(whole, kind)
+    except SwarmError as exc:
+        raise UncheckableError(one_line(exc)) from exc
+    if not is_fixed:
+        raise UncheckableRequestError("the positions of this model depend on the tokens that come together")

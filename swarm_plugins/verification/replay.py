@@ -143,9 +143,13 @@ def _checked_session(evidence: Evidence, frames: SessionFrames) -> Replay:
     if evidence.opening is None:
         return functools.partial(_replay_session, opened, kind, used, found)
     forward = repeated_forward(session_history(opened, used), steps[-1], opened.version)
-    outputs = ForwardResponse(hidden=found[-1])
     claim = Claim(
-        peer=evidence.peer, kind=kind, adapters=uses[-1].adapters, forward=forward, outputs=outputs, is_session=True
+        peer=evidence.peer,
+        kind=kind,
+        adapters=uses[-1].adapters,
+        forward=forward,
+        outputs=ForwardResponse(hidden=torch.cat(found, dim=1)),
+        steps=tuple((hidden, step.reply_codec) for hidden, (step, _) in zip(found, pairs, strict=True)),
     )
     opening = _opening(evidence, forward, None)
     return functools.partial(_replay_opened_session, claim, opening, num_steps=len(steps))

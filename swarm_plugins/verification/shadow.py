@@ -19,7 +19,7 @@ from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.transport.messages import Codec, SessionStep
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError
-from swarm_plugins.verification.recompute import nudged_hidden, packed, settled
+from swarm_plugins.verification.recompute import nudged_hidden, packed_apart, settled
 from swarm_plugins.verification.repeated import step_inputs
 from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 
@@ -125,7 +125,7 @@ class Shadow:
         steps = self._steps_of(first, last, is_joinable=is_joinable)
         expected = await blocks.extend(self._caches, steps)
         hidden = torch.cat([step.hidden for step in steps], dim=1)
-        self._pending.append(_Part(hidden, answers, _packed(expected, answers)))
+        self._pending.append(_Part(hidden, answers, packed_apart(expected, answers)))
         hidden = torch.cat([part.hidden for part in self._pending], dim=1)
         answers = [answer for part in self._pending for answer in part.answers]
         claimed = torch.cat([answer for answer, _ in answers], dim=1)
@@ -139,7 +139,7 @@ class Shadow:
 
         async def run(nudge: int) -> list[Tensor]:
             whole = self._steps_of(0, last, is_joinable=is_joinable)
-            return [_packed((await self._again(blocks, whole, nudge))[:, -claimed.shape[1] :], answers)]
+            return [packed_apart((await self._again(blocks, whole, nudge))[:, -claimed.shape[1] :], answers)]
 
         def compare(nudged: Sequence[Sequence[Tensor]]) -> list[Verdict]:
             verdict = comparison.outputs(hidden, claimed, expected, [moved for (moved,) in nudged])
@@ -161,9 +161,3 @@ class Shadow:
         part = self._mirror.copy()
         del part.steps[last:]
         return part.merged(first) if is_joinable else part.steps[first:]
-
-
-def _packed(results: Tensor, answers: Sequence[tuple[Tensor, Codec]]) -> Tensor:
-    """Returns results of steps, ``[B, S, D]``, as answers of these sizes would have brought them."""
-    parts = results.split([answer.shape[1] for answer, _ in answers], dim=1)
-    return torch.cat([packed(part, codec) for part, (_, codec) in zip(parts, answers, strict=True)], dim=1)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from swarm_plugins.book.judging import When
 from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.client.sessions.history import History
-from swarm_plugins.client.sessions.span import StepCall
+from swarm_plugins.client.sessions.span import SentSession, StepCall
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse, SessionStep, SessionStepResponse
 from swarm_plugins.verification.checker import Checker, CheckingGuard, Finding, Server, checked_as
-from swarm_plugins.verification.claims import Claim, check_kind
+from swarm_plugins.verification.claims import Claim, check_kind, travelled
 from swarm_plugins.verification.examiner import Examiner, where
 from swarm_plugins.verification.followed import FollowedSession
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.norms import NormRanges, norm_ratio
 from swarm_plugins.verification.quarantine import user_quarantine
+from swarm_plugins.verification.scores import MIN_ROUGH_TOKENS
 
 if TYPE_CHECKING:
     from swarm_plugins.book.record import PeerBook
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+StepAnswer: TypeAlias = Answer[SessionStep, SessionStepResponse]
 _MAX_SHADOWS = 8
 """Sessions followed at a time."""
 _FIRST_STEPS = 4
@@ -53,6 +56,8 @@ class Verifier(CheckingGuard):
         self._blocks = blocks
         self._norms = NormRanges()
         self._shadows: weakref.WeakKeyDictionary[History, tuple[FollowedSession, When]] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[History, deque[StepAnswer]] = weakref.WeakKeyDictionary()
+        """Copies of the last answers of sessions that are not followed, of those with few tokens."""
 
     async def examine(self, call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo, view: ServerView) -> None:
         """Checks an answer, or not; see `CheckingGuard`."""
@@ -102,19 +107,14 @@ class Verifier(CheckingGuard):
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    async def _examine_step(
-        self, call: StepCall, answer: Answer[SessionStep, SessionStepResponse], info: ServerInfo, examiner: Examiner
-    ) -> None:
+    async def _examine_step(self, call: StepCall, answer: StepAnswer, info: ServerInfo, examiner: Examiner) -> None:
         """Checks a step of a session that is followed here, or too large to be, or neither."""
-        history, sent, checker = call.session.history, call.session.sent, self.checker
+        history, checker = call.session.history, self.checker
         server = checked_as(answer.peer, "session step", info)
+        if checker.is_paused(server) and history not in self._shadows:
+            return
         if not await self._can_hold(server, call.blocks):
-            when = checker.when(server)
-            # The server repeats the whole session: rarely, then, when it is long.
-            if when == "after" and checker.chance() * history.length > answer.request.hidden.shape[1]:
-                return
-            repeat = functools.partial(examiner.examine_session, call, answer, info, sent)
-            await checker.run(server, when, repeat)
+            await self._examine_unfollowed(call, answer, info, examiner, server)
             return
         if len(history.steps) == 1:
             when = checker.when(server)
@@ -130,7 +130,7 @@ class Verifier(CheckingGuard):
             # Its cache was cropped or reordered: what has been followed is gone from it.
             del self._shadows[history]
             return
-        session.add(call, answer, sent)
+        session.add(call, answer, call.session.sent)
         compare = functools.partial(self._compared, server.peer, session)
         if when == "before" and len(history.steps) <= _FIRST_STEPS:
             await checker.run(server, "before", compare)
@@ -138,6 +138,34 @@ class Verifier(CheckingGuard):
                 del self._shadows[history]
         elif session.shadow.num_waiting >= _STEPS_AT_ONCE and not checker.is_full:
             await checker.run(server, "after", compare)
+
+    async def _examine_unfollowed(
+        self, call: StepCall, answer: StepAnswer, info: ServerInfo, examiner: Examiner, server: Server
+    ) -> None:
+        """Checks a step of a session on a span that does not fit, or not."""
+        sent, checker = call.session.sent, self.checker
+        before = self._before(call.session.history, sent, answer)
+        when = checker.when(server)
+        # The server repeats the whole session: rarely, then, when it is long.
+        is_due = when == "before" or checker.chance() * call.session.history.length <= answer.request.hidden.shape[1]
+        if when == "never" or not is_due:
+            return
+        repeat = functools.partial(examiner.examine_session, call, [*before, _copied(answer)], info, sent)
+        await checker.run(server, when, repeat)
+
+    def _before(self, history: History, sent: SentSession | None, answer: StepAnswer) -> list[StepAnswer]:
+        """Returns copies of the answers right before one, if that may be too short to be compared alone."""
+        last = self._last.setdefault(history, deque(maxlen=MIN_ROUGH_TOKENS))
+        is_next = last and sent is not None and len(sent.steps) > 1 and sent.steps[-2][0] is last[-1].request
+        if not is_next:
+            last.clear()
+        before = list(last)
+        if answer.request.hidden.shape[:2].numel() < MIN_ROUGH_TOKENS:
+            last.append(_copied(answer))
+            return before
+        # A prompt: its many tokens would hide a few wrong ones behind them.
+        last.clear()
+        return []
 
     async def _can_hold(self, server: Server, blocks: range) -> bool:
         """Returns whether a session on some blocks can be followed here; without a checkpoint it cannot be checked."""
@@ -160,6 +188,11 @@ def make_guard(
     """Returns what examines answers of the servers of a model version."""
     blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes, version=version)
     return Verifier(Checker(book, user_quarantine(), model=str(version)), blocks)
+
+
+def _copied(answer: StepAnswer) -> StepAnswer:
+    """Returns a copy: the answer is its caller's now."""
+    return answer._replace(response=travelled(answer.response, "none"))
 
 
 def _norm_key(claim: Claim) -> tuple[str, int, int]:

@@ -14,6 +14,7 @@ from push_kit import (
     REPLICAS,
     SHORT_S,
     SPANS,
+    decode,
     falsify_pushes,
     kill,
     losses,
@@ -31,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from kits.liars import Liar, LyingSwarm
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
+from swarm_plugins.client.packing import Codecs
 from swarm_plugins.verification import user_quarantine
 
 ROWS = 4
@@ -49,12 +51,12 @@ def _patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_patience(monkeypatch, LONG_S)
 
 
-def gradients(base: Any, **settings: Any) -> list[Tensor]:
+def gradients(base: Any, *, rows: int = ROWS, **settings: Any) -> list[Tensor]:
     """Returns the logits of a training step and the gradients of its adapters."""
     torch.manual_seed(0)
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     model: Any = get_peft_model(base, lora)
-    ids = (torch.arange(ROWS * 6) % 50 + 5).reshape(ROWS, 6)
+    ids = (torch.arange(rows * 6) % 50 + 5).reshape(rows, 6)
     found = model(input_ids=ids, labels=ids, **settings)
     found.loss.backward()
     return [found.logits.detach(), *(one.grad for one in model.parameters() if one.requires_grad)]
@@ -158,6 +160,22 @@ def test_a_server_that_pushes_something_else_harms_no_other(
         assert len(pushes) >= number
         assert not user_quarantine().peers()
     assert not [record.message for record in caplog.records if "failed" in record.message]
+
+
+@pytest.mark.parametrize(("unable", "verify_bytes"), [(0, 1), (1, 1 << 30)], ids=["output-opened", "gradient-whole"])
+def test_an_input_that_was_packed_otherwise_than_the_answer_accuses_nobody(
+    tiny_llama: Path, unable: int, verify_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = {"codec": "rotated8", "verify": "on", "verify_bytes": verify_bytes}
+    with swarm_of(tiny_llama, [(0, 2), (2, 4)], **settings) as swarm:
+        # It does not know the codec, so what goes to it or comes from it is not packed.
+        monkeypatch.setattr(Codecs, "_knows", lambda self, peer, codec: peer != swarm.peers[unable])
+        model = remote(swarm)
+        gradients(model, rows=16)
+        decode(model, torch.arange(60).reshape(4, 15) + 5, 3)
+        assert min(taken(swarm)) > 0
+        assert refused(swarm) == [0, 0]
+        assert swarm.connection.counts.bans == 0
 
 
 def test_pushed_requests_are_checked_like_others(tiny_llama: Path, want: list[Tensor]) -> None:

@@ -38,6 +38,8 @@ class Answer(NamedTuple, Generic[Request, Response]):
     request: Request
     """What it was asked, as if all of that had come from here."""
     response: Response
+    is_pushed: bool = False
+    """Whether another server has sent the request's input: that has arrived as it is here, however it was packed."""
 
 
 class Ahead(Protocol):

@@ -194,7 +194,7 @@ class Told(Generic[Request, Response]):
             if self._error is not None:
                 raise SentInVainError(f"server {self.peer} was not told: {exc}") from exc
             raise
-        return Answer(self.peer, plain(self._request, call.input()), response)
+        return Answer(self.peer, plain(self._request, call.input()), response, is_pushed=bool(self.sender))
 
     async def _answer(self, channel: Channel, request: Request, tensor: Tensor) -> Response:
         call, peers = self._call, self._peers

@@ -42,8 +42,8 @@ class SentSession:
     """All messages sent to a session on one server, if none of them changed what was already cached."""
 
     opened: SessionOpen
-    steps: list[SessionStep] = field(default_factory=list)
-    """Those that were answered; grows with the session."""
+    steps: list[tuple[SessionStep, bool]] = field(default_factory=list)
+    """Those that were answered, and whether another server has sent their input; grows with the session."""
 
 
 class SpanSession:
@@ -239,11 +239,12 @@ class SpanSession:
             self._num_steps += 1
             yield channel
 
-    def note(self, inputs: SpanInputs, request: SessionStep, seconds: float) -> None:
+    def note(self, inputs: SpanInputs, answer: Answer[SessionStep, SessionStepResponse], seconds: float) -> None:
         """Records a step that was answered; a change of the cache ends the record for receipts, as does one without."""
+        request = answer.request
         self.is_due = inputs.hidden.shape[1] == 1 and self.times.add(seconds)
         if self.sent is not None and request.nonce and not request.ops:
-            self.sent.steps.append(request)
+            self.sent.steps.append((request, answer.is_pushed))
         else:
             self.sent = None
         self.unsent_ops = []
@@ -318,4 +319,4 @@ class StepCall(Call[SessionStep, SessionStepResponse]):
     def receive(self, answer: Answer[SessionStep, SessionStepResponse]) -> None:
         """Checks the shape of an answer, and records the step."""
         check_outputs(answer.response, self.inputs, answer.peer)
-        self.session.note(self.inputs, answer.request, time.perf_counter() - self.started)
+        self.session.note(self.inputs, answer, time.perf_counter() - self.started)

@@ -112,14 +112,20 @@ class ChainCall:
 
     async def _run_span(self, call: ForwardCall, peer: str) -> SpanRun:
         servers, tokens = self._servers, call.tokens
-        peer, request, response = await servers.caller.ask(call, peer)
+        peer, request, response, is_pushed = await servers.caller.ask(call, peer)
         servers.peers.book.observe(peer, Forgiven())
         has_ticket = response.ticket is not None
         if self._keep and not has_ticket:
             servers.peers.book.observe(peer, Unkept(tokens))
             servers.note_unkept(peer, tokens)
         return SpanRun(
-            peer=peer, inputs=call.inputs, part=call.part, request=request, response=response, has_ticket=has_ticket
+            peer=peer,
+            inputs=call.inputs,
+            part=call.part,
+            request=request,
+            response=response,
+            is_pushed=is_pushed,
+            has_ticket=has_ticket,
         )
 
     async def backward(

@@ -115,6 +115,8 @@ class SpanRun:
     part: AdapterPart
     request: ForwardRequest
     response: ForwardResponse
+    is_pushed: bool
+    """See `Answer`."""
     has_ticket: bool
     """Whether a backward may name the graph instead of sending the inputs along."""
 

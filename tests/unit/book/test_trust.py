@@ -155,6 +155,21 @@ def test_a_doubt_makes_all_calls_checked_again() -> None:
     assert when(book, 0.99) == "before"
 
 
+def test_each_doubt_doubles_the_calls_that_are_checked_until_enough_are_right() -> None:
+    book = Book()
+    for first in (8, 16, 32, 64, 128, 256, 256):
+        book.note(Checked("kind", is_right=False))
+        book.note(Checked("kind", is_right=True), times=first - 1)
+        book.note(Uncheckable("another"))
+        assert when(book, 0.99) == "before"
+        book.note(Checked("kind", is_right=True))
+        assert when(book, 0.99) == "never"
+    book.note(Checked("kind", is_right=True), times=256)
+    book.note(Checked("kind", is_right=False))
+    book.note(Checked("kind", is_right=True), times=8)
+    assert when(book, 0.99) == "never", "forgiven"
+
+
 def test_what_cannot_be_checked_is_tried_again_after_a_pause() -> None:
     book = Book()
     book.note(Uncheckable("kind"))

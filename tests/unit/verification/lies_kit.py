@@ -43,9 +43,11 @@ def train(swarm: LyingSwarm, *, steps: int = 3) -> list[float]:
     return losses
 
 
-def with_liar(directory: Path, liar: Liar, *, config: SwarmConfig = CHECKED) -> LyingSwarm:
+def with_liar(
+    directory: Path, liar: Liar, *, config: SwarmConfig = CHECKED, dtype: torch.dtype | None = None
+) -> LyingSwarm:
     """A swarm whose second half has a lying server, which looks faster, and an honest one."""
-    return LyingSwarm(directory, spans=[(0, 2), (2, 4), (2, 4)], config=config, liars={1: liar})
+    return LyingSwarm(directory, spans=[(0, 2), (2, 4), (2, 4)], config=config, liars={1: liar}, dtype=dtype)
 
 
 class OtherMachine(Liar):

@@ -17,9 +17,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from swarm_plugins.book import judging
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.calls.hedging import Hedged
-from swarm_plugins.errors import CapacityError
+from swarm_plugins.errors import CapacityError, CheckpointError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny
 from swarm_plugins.verification import Quarantine, examiner
@@ -59,6 +60,19 @@ def test_other_weights_in_the_client_s_directory(
         (other / "model.safetensors").replace(directory / "model.safetensors")
         forward(model)
     assert "has changed since the model was loaded" in caplog.text
+
+
+def test_a_checkpoint_that_has_changed_is_not_opened_for_each_token(llama: Path) -> None:
+    def changed() -> Checkpoint:
+        openings.append(1)
+        raise CheckpointError("it has changed")
+
+    openings: list[int] = []
+    with InProcessSwarm(llama, spans=[(0, 4)], config=WHOLE) as swarm:
+        model = all_checked(swarm)
+        verifier_of(model)._blocks._open = changed
+        generate(model)
+    assert len(openings) == 1
 
 
 @pytest.mark.parametrize("config", [WHOLE, OPENED], ids=["whole", "opened"])

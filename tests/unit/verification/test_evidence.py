@@ -20,13 +20,14 @@ from swarm_plugins.cli import app
 from swarm_plugins.errors import CapacityError, CheckpointError, ProtocolError
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.transport.identity import new_identity
-from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse
+from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
 from swarm_plugins.transport.receipts import Signer
 from swarm_plugins.transport.wire import encode
 from swarm_plugins.verification import Quarantine
+from swarm_plugins.verification.claims import Claim
 from swarm_plugins.verification.evidence import Evidence, read_evidence
-from swarm_plugins.verification.local_blocks import LocalBlocks
-from swarm_plugins.verification.replay import replay
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
+from swarm_plugins.verification.replay import _check_belongs, replay
 from swarm_plugins.versions import ModelVersion
 
 
@@ -128,6 +129,19 @@ def test_evidence_is_replayed_with_the_commit_that_it_is_about(
         file.write_bytes(msgspec.msgpack.encode(signed(ModelVersion("org/llama", commit), torch.ones(1, 5, 32))))
         result = CliRunner().invoke(app, ["audit", str(file), "--model", "org/llama"])
     assert "WRONG" in result.output
+
+
+def test_a_backward_that_brought_its_forward_along_belongs_to_it_however_it_travelled() -> None:
+    hidden = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(0))
+    forward = ForwardRequest(version="v", start=0, end=2, hidden=hidden, keep=True, reply_codec="rotated8")
+    again = msgspec.structs.replace(forward, keep=False, reply_codec="none")
+    backward = BackwardRequest(forward=again, grad_hidden=hidden)
+    outputs = ForwardResponse(hidden=hidden)
+    pair = backward, BackwardResponse(grad_hidden=hidden)
+    claim = Claim(peer="p", kind=Kind("float32", "none"), forward=forward, outputs=outputs, backward=pair).as_sent()
+    assert claim.backward is not None
+    assert claim.forward.hidden.equal(hidden)
+    _check_belongs(claim.forward, claim.outputs, claim.backward[0])
 
 
 def test_too_little_memory_clears_no_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lies_kit import HONEST, IDS, train, tuned
+from lies_kit import HONEST, IDS, all_checked, finish_checks, train, tuned
 from peft import PrefixTuningConfig, get_peft_model
 
 from kits.liars import Liar, Lie, LyingSwarm, _ScaledGradient
@@ -20,6 +20,7 @@ from swarm_plugins.blocks import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ProtocolError, SwarmError
+from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.rpc import openings as server_openings
 from swarm_plugins.testing import save_tiny
 from swarm_plugins.transport.codec import tensor_hash
@@ -170,6 +171,55 @@ def test_no_answer_is_used_whose_states_are_opened_in_another_type(deep: Path, m
     swarm = LyingSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep), liars={1: Liar("scaled")})
     with swarm, pytest.raises(SwarmError, match=r"opened a state of torch\.float16, computes in float32"):
         train(swarm, steps=1)
+
+
+def test_a_server_that_refuses_to_open_its_lies_is_banned_and_checked_ever_longer(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lies = 0
+
+    def passed() -> int:
+        return sum(checks.num_passed for checks in book[swarm.peers[0]].checks.values())
+
+    class Refuser(Liar):
+        def _changed(self, inputs: SpanInputs, outputs: SpanOutputs) -> SpanOutputs:
+            nonlocal lies
+            # It counts its openings: answers that are held back for their check are right.
+            if inputs.collect_hidden or passed() < needed:
+                return outputs
+            lies += 1
+            return super()._changed(inputs, outputs)
+
+    def inner_states(*how: Any) -> Any:
+        if passed() >= needed:
+            raise BadRequestError("not now")
+        return original(*how)
+
+    original = server_openings._inner_states
+    monkeypatch.setattr(server_openings, "_inner_states", inner_states)
+    config = SwarmConfig(verify="on", verify_bytes=1)
+    with LyingSwarm(llama, spans=[(0, 4)], config=config, liars={0: Refuser("scaled")}) as swarm, torch.no_grad():
+        book, needed = swarm.connection.peers.book, 1
+        book.rules = replace(book.rules, first_checks=1, first_ban_s=0.0, first_pause_s=0.0)
+        model = all_checked(swarm)
+        for number in range(1, 4):
+            for _ in range(needed + 1):
+                assert lies == number - 1
+                model(input_ids=IDS, use_cache=False)
+                finish_checks(model)
+            assert lies == number
+            assert book[swarm.peers[0]].num_strikes == 1
+            needed *= 2
+
+
+def test_a_session_that_cannot_be_checked_hides_no_other_one(llama: Path, cache: Path) -> None:
+    config = SwarmConfig(verify="on", verify_bytes=1)
+    with LyingSwarm(llama, spans=[(0, 4), (0, 4)], config=config, liars={0: Liar("scaled")}) as swarm:
+        prefix = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+        for model in (get_peft_model(all_checked(swarm), prefix), all_checked(swarm)):
+            assert not Quarantine(cache / "quarantine").peers()
+            model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
+        assert list(Quarantine(cache / "quarantine").peers()) == [swarm.peers[0]]
 
 
 @pytest.mark.slow

@@ -54,6 +54,14 @@ def test_one_token_of_a_mixture_may_have_gone_to_another_expert() -> None:
     assert wrong(output, is_mixture=True)
 
 
+@pytest.mark.parametrize("answer", [X, 1.5 * Y, 0 * Y, Y.flip(0)], ids=["echo", "scaled", "zeros", "of another row"])
+def test_a_rough_comparison_tells_what_has_little_to_do_with_the_answer(answer: torch.Tensor) -> None:
+    assert wrong(answer, "bfloat16", is_mixture=True, is_rough=True)
+    off = Y + 0.2 * (Y - X).flip(1)
+    assert wrong(off, "bfloat16", is_mixture=True)
+    assert not wrong(off, "bfloat16", is_mixture=True, is_rough=True)
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0, 1.05])
 def test_wrong_gradients_do_not_pass(factor: float) -> None:
     for is_mixture in (False, factor != 1.05):
@@ -131,3 +139,4 @@ def test_too_few_tokens_say_nothing_and_padding_does_not_count(precision: str, i
         found = how(precision, is_mixture=is_mixture, mask=mask)
         verdicts = (found.outputs(X, X, Y), found.gradients(X, Y), found.parameters([X], [Y], hidden=Y))
         assert [verdict is not None for verdict in verdicts] == [count == needed] * 3
+        assert found.can_tell(X) == (count == needed)

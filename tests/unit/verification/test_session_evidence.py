@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from kits.liars import Liar
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.block_io import CacheOp
+from swarm_plugins.block_io import CacheOp, SpanOutputs
+from swarm_plugins.blocks import StepInputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ProtocolError
@@ -66,15 +67,18 @@ def convicted(
     liar: Liar,
     *,
     tuned: Callable[[Any], nn.Module] = lambda model: model,
+    dtype: torch.dtype | None = None,
+    ids: Tensor = IDS,
+    new_tokens: int = 20,
     **options: Any,
 ) -> Evidence:
     """Returns the evidence that a generation leaves of a liar."""
     config = SwarmConfig(verify="on", **options)
-    mask = torch.ones_like(IDS)
+    mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    with with_liar(directory, liar, config=config) as swarm:
+    with with_liar(directory, liar, config=config, dtype=dtype) as swarm:
         model = tuned(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection))
-        model.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=20, do_sample=False)
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
         finish_checks(model)
     ((peer, caught),) = Quarantine(cache / "quarantine").peers().items()
     assert caught.evidence
@@ -118,6 +122,21 @@ def test_sessions_on_spans_that_do_not_fit_leave_evidence_too(llama: Path, cache
     ):
         with pytest.raises(ProtocolError):
             asyncio.run(replay(changed, blocks_of(llama)))
+
+
+def test_decode_steps_of_a_mixture_on_such_spans_are_compared_together(mixtral: Path, cache: Path) -> None:
+    class DecodeLiar(Liar):
+        def _changed(self, inputs: Any, outputs: SpanOutputs) -> SpanOutputs:
+            is_decoding = isinstance(inputs, StepInputs) and outputs.hidden.shape[1] == 1
+            return super()._changed(inputs, outputs) if is_decoding else outputs
+
+    liar, ids = DecodeLiar("scaled", factor=2.0), IDS.repeat(8, 1)[:15, :4]
+    found = convicted(mixtral, cache, liar, dtype=torch.bfloat16, ids=ids, new_tokens=4, verify_bytes=1)
+    assert found.opening is not None
+    assert found.session is not None
+    # The prompt was right. Of fifteen rows, two steps are as many tokens as it takes.
+    assert (len(found.session.steps), len(found.session.answers)) == (3, 2)
+    assert is_wrong(found, mixtral)
 
 
 def frame(message: Message) -> bytes:
