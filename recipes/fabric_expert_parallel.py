@@ -57,8 +57,10 @@ def new_model(vocab_size: int) -> PRMoEForCausalLM:
 
 def held_out_loss(fabric: Fabric, model: Any, batches: Any) -> float:
     """Returns the mean loss on held-out documents, over all processes."""
+    model.eval()  # without the loss that balances the experts
     with torch.no_grad():
         losses = [model(**batch, use_cache=False).loss for batch in itertools.islice(batches, HELD_OUT_BATCHES)]
+    model.train()
     return float(fabric.all_reduce(torch.stack(losses).mean()))
 
 

@@ -174,7 +174,8 @@ class Distillation:
         loaded, self._loaded_stop = self._loaded_stop, None
         if loaded is not None:
             stop_at, stop_step = loaded
-            if stop_at == self.schedule.stop_at:
+            # 1 is a step, 1.0 the whole run.
+            if (stop_at, isinstance(stop_at, int)) == (self.schedule.stop_at, isinstance(self.schedule.stop_at, int)):
                 return stop_step
             log.warning(
                 "distillation: stop_at is %s now, and was %s (step %d) in the checkpoint; the new value counts",

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.conversions import Conversions
+from swarm_plugins.errors import CheckpointError
 from swarm_plugins.weights.published.placing import place, plain_names
 from swarm_plugins.weights.published.weights import PackedWeight, Published
 
@@ -37,7 +40,8 @@ class PlainBase:
     Args:
         checkpoint: The base.
         outline: Its model, without storage.
-        dtype: Floating type of the tensors. None: what each has, or, if it is packed, what the config says.
+        dtype: Floating type of the tensors, except for those that transformers then loads in another, such as float32.
+            None: what each has, or, if it is packed, what the config says.
 
     Raises:
         CheckpointError: If a packed weight lacks a tensor, or has one of another shape.
@@ -64,10 +68,11 @@ class PlainBase:
                 min(left_out),
             )
         wide = dtype or outline.dtype
+        loaded = {} if dtype is None else _loaded_types(outline, names, dtype)
         planned: list[tuple[str, int, str, Planned]] = []
         for name in plain_names(placing, names):
             info = checkpoint.tensors[name]
-            kind = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+            kind = loaded.get(name, info.dtype) if info.dtype.is_floating_point else info.dtype
             planned.append((info.file, info.start, name, Planned(info.shape, kind, info.file)))
         for weight in weights:
             info = checkpoint.tensors[weight.tensors["codes"]]
@@ -78,7 +83,7 @@ class PlainBase:
         """Reads tensors.
 
         Raises:
-            CheckpointError: If one cannot be read, or its scales make no weight.
+            CheckpointError: If one cannot be read, its scales make no weight, or its type cannot hold its numbers.
         """
         wanted = list(names)
         plain = self._checkpoint.read((name for name in wanted if name not in self._packed), progress=False)
@@ -88,4 +93,31 @@ class PlainBase:
         dtype = self.tensors[name].dtype
         if self._published is not None and name in self._packed:
             return self._published.widened(self._packed[name], dtype)
-        return plain.pop(name).to(dtype)
+        return converted(name, plain.pop(name), dtype)
+
+
+def converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in another type.
+
+    Raises:
+        CheckpointError: If a finite number would become infinite.
+    """
+    found = tensor.to(dtype)
+    if found is not tensor and not bool(tensor[found.isinf()].to(torch.float64).isinf().all()):
+        raise CheckpointError(
+            f"{name} holds numbers beyond the range of {dtype}: give another --dtype, such as bfloat16"
+        )
+    return found
+
+
+def _loaded_types(outline: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Returns the types in which transformers loads the tensors of a checkpoint if it is asked for one."""
+    rules, state, plan = Conversions(outline), outline.state_dict(), outline._get_dtype_plan(dtype)
+    in_float32 = build_glob_alternation(list(plan))[0] if plan else None
+    found = {}
+    for name in names:
+        target, _ = rules.target(name)
+        found[name] = state[target].dtype if target in state else dtype
+        if in_float32 is not None and in_float32.search(target):
+            found[name] = torch.float32
+    return found

@@ -20,7 +20,7 @@ from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.hub import AdapterFolder
 from swarm_plugins.merging.adapter import MergingAdapter
-from swarm_plugins.merging.base import PlainBase, Planned
+from swarm_plugins.merging.base import PlainBase, Planned, converted
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class MergedModel:
         planned = self.tensors[name]
         group = self._group_of_source.get(name)
         if group is None and name not in self._base.tensors:
-            return self._parameter(name, is_merged=name in self._changed_by).to(planned.dtype)
+            return converted(name, self._parameter(name, is_merged=name in self._changed_by), planned.dtype)
         if group is None or not self._changed_by.keys() & set(group.targets):
             return self._base.read([name])[name]
         if self._read is None or self._read[0] is not group:
             self._read = None  # before memory for the next one is taken
             self._read = group, self._merged(group)
-        return self._read[1][name].to(planned.dtype)
+        return converted(name, self._read[1][name], planned.dtype)
 
     def _merged(self, group: _Group) -> dict[str, Tensor]:
         parameters = self._converted(group)

@@ -42,6 +42,8 @@ _INSIDE = {
     "mlp.mlp.dense_4h_to_h": "mlp.residual_mlp.down_proj",
 }
 _FIRST = {"mlp.dense_h_to_4h": "mlp", "mlp.mlp.dense_h_to_4h": "mlp.residual_mlp"}
+# DeepSpeed's Experts and MoE drop the bias that Megatron's MLP returns beside its output.
+_NEVER_ADDED = (".mlp.experts.down_proj_bias", ".mlp.residual_mlp.down_proj.bias")
 _UNUSED = re.compile(r".*(?:rotary_pos_emb\.inv_freq|_extra_state)")
 _ROUTER = "mlp.deepspeed_moe.gate.wg.weight"
 
@@ -60,7 +62,8 @@ def from_deepspeed(
 
     Layers, experts, widths, norms, biases, gates and positions follow from the tensors; the rest comes from the command
     line that Megatron stores, or from the arguments. Without one, rotary positions have the base 10,000. The model is
-    dropless; DeepSpeed's drops tokens over capacity, random ones by default. Padding of the vocabulary stays.
+    dropless; DeepSpeed's drops tokens over capacity, random ones by default. Output biases of experts and residual
+    branches become zero, as DeepSpeed adds none of them. Padding of the vocabulary stays.
 
     Args:
         directory: The folder given to DeepSpeed's ``save_checkpoint``, or the one of a tag in it.
@@ -331,7 +334,7 @@ def _fitting(
                 f"{source} in {states.files[source]} would be {name} of shape {list(tensor.shape)}, and the model has "
                 f"{expected}: fetch it again"
             )
-        tensors[name] = tensor
+        tensors[name] = torch.zeros_like(tensor) if name.endswith(_NEVER_ADDED) else tensor
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise CheckpointError(

@@ -34,3 +34,11 @@ def test_a_restored_stop_counts_for_the_resumed_run_alone(student: PreTrainedMod
         stops.append(distillation.stop_step)
         distillation.end()
     assert stops == [50, 10]
+
+
+def test_a_stop_of_one_step_is_not_that_of_a_whole_run(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    distillation = Distillation(teacher, stop_at=1)
+    distillation.load_state_dict({"stop_at": 1.0, "stop_step": 50})
+    distillation.begin(student, total_steps=50)
+    assert distillation.stop_step == 1
+    distillation.end()

@@ -213,13 +213,15 @@ def test_numbers_beyond_f16_are_refused(tmp_path: Path, llama: Path) -> None:
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_a_lora_is_its_products(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("alpha", "written"), [(6, 6.0), (0, 1.0)])
+def test_a_lora_is_its_products(tmp_path: Path, alpha: int, written: float) -> None:
     base = save_model("mixtral", tmp_path / "base")
-    config = LoraConfig(**LORA, use_rslora=True, lora_alpha=6, alpha_pattern={"v_proj": 32}, target_parameters=EXPERTS)
+    patterns = {"v_proj": 32}
+    config = LoraConfig(**LORA, use_rslora=True, lora_alpha=alpha, alpha_pattern=patterns, target_parameters=EXPERTS)
     adapter = save_adapter(tmp_path / "adapter", base, config)
     out = lora_to_gguf(adapter, tmp_path / "lora.gguf", base=base)
     found, known = tensors(out), fields(out)
-    assert (known["general.type"], known["adapter.type"], known["adapter.lora.alpha"]) == ("adapter", "lora", 6.0)
+    assert (known["general.type"], known["adapter.type"], known["adapter.lora.alpha"]) == ("adapter", "lora", written)
     whole, plain = merged_by_peft(base, adapter), load(base).state_dict()
     for ours, theirs, rows in (
         ("attn_v", "self_attn.v_proj.weight", slice(None)),
@@ -227,7 +229,7 @@ def test_a_lora_is_its_products(tmp_path: Path) -> None:
         ("ffn_down_exps", "mlp.experts.down_proj", slice(None)),
     ):
         a, b = (found[f"blk.1.{ours}.weight.lora_{one}"][1] for one in "ab")
-        delta = 6.0 / a.shape[-2] * b @ a
+        delta = written / a.shape[-2] * b @ a
         theirs = f"model.layers.1.{theirs}"
         torch.testing.assert_close(delta, (whole[theirs] - plain[theirs])[..., rows, :], rtol=1e-4, atol=1e-5)
 

@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.conversions import Conversions
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
-from swarm_plugins.hub import Manifest
+from swarm_plugins.hub import Manifest, open_adapter
 from swarm_plugins.merging import merge_adapter, places
+from swarm_plugins.merging.merge import FloatName
 from swarm_plugins.merging.merged import MergedModel
+from swarm_plugins.offload.quantizing import quantize_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -67,12 +69,23 @@ def test_a_merged_folder_is_what_peft_merges(tmp_path: Path, family: str, config
     assert len(set(shards[0].values())) > 1
 
 
-def test_another_type_is_the_base_widened_first(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    adapter = save_adapter(tmp_path / "adapter", base)
-    out = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32")
-    check_equal(out, merged_by_peft(base, adapter, torch.float32), base, torch.float32)
-    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+@pytest.mark.parametrize(
+    ("family", "before", "dtype"),
+    [
+        ("llama", torch.bfloat16, "float32"),
+        ("deepseek_v3", torch.float32, "bfloat16"),  # the routers' biases stay in float32
+        ("gpt_oss", torch.float32, "float16"),  # and so do these norms
+    ],
+)
+def test_another_type_is_the_base_converted_first(
+    tmp_path: Path, family: str, before: torch.dtype, dtype: FloatName
+) -> None:
+    base = save_base(tmp_path / "base", family, dtype=before)
+    adapter = save_adapter(tmp_path / "adapter", base, LoraConfig(**LORA | {"target_modules": ["o_proj"]}))
+    out = merge_adapter(adapter, tmp_path / "out", base=base, dtype=dtype)
+    wanted = getattr(torch, dtype)
+    check_equal(out, merged_by_peft(base, adapter, wanted), base, wanted)
+    assert json.loads((out / "config.json").read_text())["dtype"] == dtype
 
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"]])
@@ -157,6 +170,24 @@ def test_the_base_that_the_adapter_names_is_found(tmp_path: Path) -> None:
     version = Checkpoint.open(base).version
     Manifest(base_name=version.name, base_revision=version.revision).write(adapter)
     assert merge_adapter(adapter, tmp_path / "out") == tmp_path / "out"
+
+
+def test_an_adapter_trained_on_a_store_is_merged_into_what_the_store_was_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, store = save_base(tmp_path / "here" / "base", "mixtral"), tmp_path / "store"
+    quantize_checkpoint(base, store, expert_bits=4, other_bits=16, progress=False)
+    adapter, version = save_adapter(tmp_path / "adapter", base), Checkpoint.open(base).version
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(store)}))
+    for given in (None, store):
+        with pytest.raises(UnsupportedError, match=r"store is a quantized store.*: give .*'base@local-\w+', with"):
+            merge_adapter(adapter, tmp_path / "out", base=given)
+    Manifest(base_name=version.name, base_revision=version.revision).write(adapter)
+    with pytest.raises(ConfigError, match=r"on base@local-\w+, which is not here \(\S*store: .*\): give .*--base"):
+        merge_adapter(adapter, tmp_path / "out")
+    monkeypatch.chdir(base.parent)
+    check_equal(merge_adapter(adapter, tmp_path / "out"), merged_by_peft(base, adapter), base)
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
@@ -262,6 +293,27 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"_proj\.weight holds NaN or infinity once"):
         merge_adapter(adapter, tmp_path / "out", base=base)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+def test_numbers_beyond_the_type_are_refused(tmp_path: Path) -> None:
+    model = load(save_base(tmp_path / "base", dtype=torch.float32))
+    model.model.norm.weight.data[3] = 1e5
+    model.save_pretrained(tmp_path / "huge")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "huge")
+    with pytest.raises(CheckpointError, match=r"norm\.weight holds numbers beyond .* torch\.float16: give .*16"):
+        merge_adapter(adapter, tmp_path / "out", base=tmp_path / "huge", dtype="float16")
+    model.model.norm.weight.data[3] = torch.inf
+    model.save_pretrained(tmp_path / "huge")
+    merge_adapter(adapter, tmp_path / "out", base=tmp_path / "huge", dtype="float16")
+
+
+def test_numbers_of_the_adapter_beyond_the_bases_type_are_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", dtype=torch.float16)
+    config = base / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
+    huge = save_adapter(tmp_path / "adapter", base, LoraConfig(**LORA, modules_to_save=["lm_head"]), scale=1e5)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight holds numbers beyond .* torch\.float16: give .*16"):
+        MergedModel(Checkpoint.open(base), open_adapter(huge)).read("lm_head.weight")
 
 
 def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:

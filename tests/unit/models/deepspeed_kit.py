@@ -54,7 +54,14 @@ def model_of(settings: dict[str, Any]) -> PRMoEForCausalLM:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            if _is_never_added(name):
+                parameter.zero_()
     return model
+
+
+def _is_never_added(name: str) -> bool:
+    """Returns whether DeepSpeed drops a bias: `megatron` writes any numbers in its place."""
+    return name.endswith(("experts.down_proj_bias", "residual_mlp.down_proj.bias"))
 
 
 def joint(parts: dict[str, Tensor], qkv: str) -> Tensor:
@@ -68,7 +75,7 @@ def joint(parts: dict[str, Tensor], qkv: str) -> Tensor:
 
 def megatron(model: PRMoEForCausalLM, qkv: str) -> tuple[dict[str, Tensor], dict[tuple[int, int], dict[str, Tensor]]]:
     """Returns the tensors of everything but experts, and of each expert, under Megatron's names."""
-    tensors = model.state_dict()
+    tensors = {name: torch.ones_like(one) if _is_never_added(name) else one for name, one in model.state_dict().items()}
     outside = {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",
         "embedding.position_embeddings.weight": "model.layers.0.position_embedding.weight",
