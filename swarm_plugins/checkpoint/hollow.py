@@ -99,7 +99,7 @@ def _remade(
 
 
 def keep_from_ddp(model: nn.Module) -> None:
-    """Has DistributedDataParallel leave hollow weights alone, when accelerate or a Trainer wraps a module in it.
+    """Has DistributedDataParallel leave frozen layers with hollow weights alone, when a Trainer wraps a module in it.
 
     Models on a swarm and offloaded ones are ready, with PEFT's adapters too; a module around one has to be made so.
     """
@@ -107,7 +107,7 @@ def keep_from_ddp(model: nn.Module) -> None:
 
 
 class _HollowNames:
-    """Names of a model's hollow weights when DDP asks: PEFT has put its modules inside, or is the model around."""
+    """Names of what DDP is to leave alone, when it asks: PEFT has put its modules inside, or is the model around."""
 
     def __init__(self, model: nn.Module) -> None:
         # Not a cycle: models of gigabytes are freed without the garbage collector.
@@ -115,9 +115,12 @@ class _HollowNames:
 
     def __iter__(self) -> Iterator[str]:
         model = self._model()
-        if model is not None:
-            for name, one in (*model.named_parameters(), *model.named_buffers()):
-                if not one.requires_grad and is_hollow(one):
+        for path, module in () if model is None else model.named_modules():
+            # Beside a hollow weight are codes and scales, which each process has read: DDP cannot send every type.
+            is_read = isinstance(module, HollowModule)
+            tensors = (*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False))
+            for name, one in tensors:
+                if not one.requires_grad and (is_read or is_hollow(one)):
                     # PeftModel hands on the attributes of the model in it, for prompts and for tuners.
                     yield from (name, f"base_model.{name}", f"base_model.model.{name}")
 
@@ -155,18 +158,14 @@ class HollowModule(nn.Module):
             if tensor is not None and name not in left_out:
                 destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: Any,
-        unexpected_keys: list[str],
-        error_msgs: Any,
-    ) -> None:
-        """Loads nothing: values for hollow tensors are reported as unexpected."""
-        unexpected_keys.extend(prefix + name for name in self._hollow() if prefix + name in state_dict)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Loads what is not hollow; values for hollow tensors are reported as unexpected."""
+        hollow = self._hollow()
+        self._put(dict.fromkeys(hollow))
+        try:
+            super()._load_from_state_dict(*args)
+        finally:
+            self._put(hollow)
 
 
 def _applied(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

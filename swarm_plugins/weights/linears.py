@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swarm_plugins.checkpoint.hollow import hollow_tensor
+from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight, hollow_tensor
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.weights.choice import format_of, kernel_for
 from swarm_plugins.weights.formats.plain import PlainFormat
@@ -29,14 +29,41 @@ _WIDE = frozenset((*_ROUTERS, *_READ_BY_OWNERS))
 
 
 def tensor_name(part: str) -> str:
-    """Returns the name in the layer of a part of its weight: the codes are ``weight``."""
+    """Returns the name in a store of a part of a layer's weight: the codes are ``weight``."""
     return "weight" if part == "codes" else f"weight_{part}"
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer whose ``weight`` holds codes, made of the stored parts of a weight; it takes PEFT's adapters.
+class PackedWeight(HollowWeight):
+    """The weight of a layer in few bits as PEFT sees it: wide, and without values."""
 
-    A kernel that keeps the weight in an object of a library leaves ``weight`` hollow: shape and type without values.
+    refusal = (
+        "the weight of a linear layer in few bits was read or written ({what}); there are only codes of it. Merging, "
+        "DoRA, initialisations by the base weights (pissa, olora, loftq) and methods that change weights cannot work: "
+        "use LoRA, IA3, VeRA or LoHa unmerged, with their default initialisation, or load a model whose linear layers "
+        "are wide"
+    )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Sets whether it is trained.
+
+        Raises:
+            UnsupportedError: If it is, as in ``modules_to_save``.
+        """
+        if requires_grad:
+            raise UnsupportedError(self.refusal.format(what="requires_grad_"))
+        super().requires_grad_(requires_grad)
+        return self
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # torch's cannot be set either
+        """None: those of codes and scales count, which are buffers."""
+        return 0
+
+
+class PackedLinear(HollowModule, nn.Linear):
+    """A linear layer made of the stored parts of a weight, which are its buffers; it takes PEFT's adapters.
+
+    ``weight`` is hollow. A kernel that keeps the weight in an object of a library leaves the codes hollow, too.
     """
 
     bias: nn.Parameter | None  # type: ignore[assignment]  # as nn.Linear has it, which is not typed so
@@ -48,22 +75,19 @@ class PackedLinear(nn.Linear):
         bias: nn.Parameter | None,
         device: torch.device,
         kernel: Kernel | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = stored.shape
         self._kernel = kernel or kernel_for(stored, device)
-        self._names = {part.name: tensor_name(part.name) for part in self._kernel.computed}
+        self._names = {part.name: f"weight_{part.name}" for part in self._kernel.computed}
+        self.weight = PackedWeight.of(torch.Size(stored.shape), dtype, device)
         prepared = self._kernel.prepare(parts)
         if self._kernel.is_opaque:
             self._opaque = prepared
-            codes = hollow_tensor(torch.Size(stored.shape), stored.parts[0].dtype, device)
-            self.weight = nn.Parameter(codes, requires_grad=False)
-            prepared = {}
+            prepared = {"codes": hollow_tensor(torch.Size(stored.shape), stored.parts[0].dtype, device)}
         for name, tensor in prepared.items():
-            if name == "codes":
-                self.weight = nn.Parameter(tensor.to(device), requires_grad=False)
-            else:
-                self.register_buffer(tensor_name(name), tensor.to(device))
+            self.register_buffer(f"weight_{name}", tensor.to(device))
         self.register_parameter("bias", bias)
 
     @property
@@ -74,7 +98,7 @@ class PackedLinear(nn.Linear):
     def take(self, parts: Mapping[str, Tensor]) -> None:
         """Replaces parts of the weight by tensors with the same values that lie elsewhere."""
         for name, tensor in parts.items():
-            getattr(self, tensor_name(name)).data = tensor
+            getattr(self, f"weight_{name}").data = tensor
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -108,8 +132,9 @@ class PackedLinear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         # A cast of the model changes the type it computes in; codes and scales keep the type that the product takes.
-        before = {"codes": self.weight.data} if self._kernel.is_opaque else {n: t.data for n, t in self.parts.items()}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held = {"codes": self.weight_codes} if self._kernel.is_opaque else self.parts
+        before = {name: tensor.data for name, tensor in held.items()}
+        super()._apply(fn, recurse)
         device = self.weight.device
         if device != before["codes"].device:
             if self._kernel.is_converted or self._kernel.is_opaque:
@@ -119,7 +144,7 @@ class PackedLinear(nn.Linear):
                 )
             self._kernel = kernel_for(self._kernel.format, device)
         for name, tensor in before.items():
-            getattr(self, tensor_name(name)).data = tensor.to(device)
+            getattr(self, f"weight_{name}").data = tensor.to(device)
         return self
 
 
@@ -155,7 +180,8 @@ def packed(linear: nn.Linear, bits: Width, *, is_fitted: bool = False, kernel: s
     """Returns a linear layer with the weight of another in few bits; ``kernel`` is one of its format's `candidates`."""
     stored, device = format_of((linear.out_features, linear.in_features), bits), linear.weight.device
     parts = stored.quantize(linear.weight, is_fitted=is_fitted)
-    return PackedLinear(stored, parts, linear.bias, device, kernel_for(stored, device, kernel))
+    made = kernel_for(stored, device, kernel)
+    return PackedLinear(stored, parts, linear.bias, device, made, linear.weight.dtype)
 
 
 def arranged(linear: nn.Linear, kernel: str) -> nn.Linear:
@@ -169,7 +195,7 @@ def arranged(linear: nn.Linear, kernel: str) -> nn.Linear:
     if isinstance(made, FewRowsKernel):
         linear.__class__ = FewRowsLinear
     elif made.is_opaque and made.takes(parts):
-        return PackedLinear(stored, parts, linear.bias, weight.device, made)
+        return PackedLinear(stored, parts, linear.bias, weight.device, made, weight.dtype)
     return linear
 
 

@@ -52,6 +52,23 @@ def _fp8(weight: Tensor) -> Packed:
     )
 
 
+def _fp8_powers(weight: Tensor) -> Packed:
+    """As MXFP8 stores its scales: the bytes of e8m0."""
+    blocks = _blocks_of(weight, 1, 16)
+    scales = (blocks.abs().amax(dim=(1, 3)) / 448).log2().ceil().exp2()
+    codes = (blocks / scales[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+    wide = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    return {"weight": codes, "weight_scale_inv": scales.to(torch.float8_e8m0fnu).view(torch.uint8)}, wide
+
+
+def _fp8_named(name: str) -> Callable[[Tensor], Packed]:
+    def pack(weight: Tensor) -> Packed:
+        parts, wide = _fp8(weight)
+        return {"weight": parts["weight"], name: parts["weight_scale_inv"]}, wide
+
+    return pack
+
+
 def _fp8_tensor(weight: Tensor) -> Packed:
     scale = weight.abs().max() / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
@@ -144,14 +161,17 @@ def _awq(weight: Tensor) -> Packed:
     return {"qweight": _words(ordered[0]), "qzeros": _words(ordered[1]), "scales": scales.T.contiguous()}, wide
 
 
-def _bnb4(kind: str, *, is_nested: bool) -> Callable[[Tensor], Packed]:
+def _bnb4(kind: str, *, is_nested: bool, storage: torch.dtype = torch.uint8) -> Callable[[Tensor], Packed]:
     def pack(weight: Tensor) -> Packed:
         functional = bitsandbytes.functional
-        codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=is_nested, quant_type=kind)
+        codes, state = functional.quantize_4bit(
+            weight, blocksize=64, compress_statistics=is_nested, quant_type=kind, quant_storage=storage
+        )
         parts = {f"weight.{name}": one for name, one in state.as_dict(packed=True).items()}
         # One row: bitsandbytes widens blocks that span rows wrongly on a CPU.
         state.shape = torch.Size((1, weight.numel()))
-        return {"weight": codes, **parts}, functional.dequantize_4bit(codes, state).reshape(weight.shape)
+        wide = functional.dequantize_4bit(codes.view(torch.uint8).view(-1, 1), state)
+        return {"weight": codes, **parts}, wide.reshape(weight.shape)
 
     return pack
 
@@ -174,6 +194,9 @@ def _bnb_config(kind: str) -> dict[str, Any]:
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": False}
 WAYS = {
     "fp8": Way({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}, _fp8, "fp8"),
+    "fp8-powers": Way({"quant_method": "fp8", "weight_block_size": [1, 16], "scale_fmt": "ue8m0"}, _fp8_powers, "fp8"),
+    "fp8-scale": Way({"quant_method": "fp8", "weight_block_size": [8, 8]}, _fp8_named("scale"), "fp8"),
+    "fp8-qscale": Way({"quant_method": "fp8", "weight_block_size": [8, 8]}, _fp8_named("qscale_weight"), "fp8"),
     "fp8-tensor": Way({"quant_method": "fp8", "activation_scheme": "static"}, _fp8_tensor, "fp8"),
     "float-channel": _of_compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     "float-tensor": _of_compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
@@ -187,14 +210,22 @@ WAYS = {
     "gptq": Way(_GPTQ, _gptq(is_ordered=False), "gptq-int4"),
     "gptq-order": Way({**_GPTQ, "desc_act": True}, _gptq(is_ordered=True), "gptq-int4"),
     "gptq-v2": Way({**_GPTQ, "checkpoint_format": "gptq_v2"}, _gptq(is_ordered=False, offset=0), "gptq-int4"),
+    "gptq-v2-format": Way({**_GPTQ, "format": "GPTQ_V2"}, _gptq(is_ordered=False, offset=0), "gptq-int4"),
     "gptq-int2": Way({**_GPTQ, "bits": 2}, _gptq(is_ordered=False, bits=2), "gptq-int2"),
     "gptq-int8": Way({**_GPTQ, "bits": 8}, _gptq(is_ordered=True, bits=8), "gptq-int8"),
     "awq": Way({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}, _awq, "awq-int4"),
     "bnb-nf4": Way(_bnb_config("nf4"), _bnb4("nf4", is_nested=False), "bnb-nf4"),
     "bnb-nf4-nested": Way(_bnb_config("nf4"), _bnb4("nf4", is_nested=True), "bnb-nf4"),
+    "bnb-nf4-as-bf16": Way(
+        {**_bnb_config("nf4"), "bnb_4bit_quant_storage": "bfloat16"},
+        _bnb4("nf4", is_nested=False, storage=torch.bfloat16),
+        "bnb-nf4",
+    ),
     "bnb-fp4": Way(_bnb_config("fp4"), _bnb4("fp4", is_nested=False), "bnb-fp4"),
     "bnb-int8": Way({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bnb8, "bnb-int8"),
 }
+SAID_OTHERWISE = ("fp8-powers", "fp8-scale", "fp8-qscale", "gptq-v2-format", "bnb-nf4-as-bf16")
+"""Ways that differ from others only until they are read."""
 # Widths that are multiples of 32, which share a scale.
 _WHOLE_GROUPS: dict[str, object] = {"mamba_dt_rank": 8}
 _GPT_OSS: dict[str, object] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}

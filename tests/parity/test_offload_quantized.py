@@ -153,7 +153,7 @@ def test_quantized_layers_keep_their_types_when_the_model_is_cast_and_copied(tmp
     assert {layer.weight_scales.dtype for layer in layers} == {torch.bfloat16}
     assert torch.isfinite(logits(model, ids)).all()
     model.to(torch.float32)
-    assert {layer.weight.dtype for layer in layers} == {torch.uint8}
+    assert {layer.weight_codes.dtype for layer in layers} == {torch.uint8}
     assert float((logits(model, ids) - expected).abs().mean()) < 0.1
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from swarm_plugins.blocks import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError
+from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import blocks_that_fit
 from swarm_plugins.server.startup.weights import hosted_weights
+from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 from swarm_plugins.weights.formats.scaled import ScaledFormat
 
@@ -76,6 +78,7 @@ def cut(name: str) -> Callable[[Tensors], object]:
 
 NAN, INF = float("nan"), float("inf")
 STATE = f"{QUERY}weight.quant_state.bitsandbytes__nf4"
+THREE_BITS = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 3, "type": "int"}}}}
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 VALUES = [
     pytest.param("fp8", fill(f"{QUERY}weight_scale_inv", 0.0), "its scales hold a zero", id="fp8-zero"),
@@ -150,7 +153,12 @@ def test_experts_that_are_there_twice_are_refused(saved: Callable[[str], Path], 
         pytest.param("int4-groups", {"config_groups": 3}, "cannot be read", id="groups"),
         pytest.param("int4-groups", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config", id="sparse"),
         pytest.param("gptq", {"checkpoint_format": "marlin"}, "'marlin' .* known are gptq, gptq_v2", id="gptq"),
+        pytest.param("gptq", {"format": "marlin"}, "'marlin' .* known are gptq, gptq_v2", id="gptq-format"),
+        pytest.param("gptq", {"bits": 3}, "of 3 bits .* known are .* of 2, 4, 8 bits", id="gptq-bits"),
         pytest.param("awq", {"version": "gemv"}, "'gemv' .* known is 'gemm'", id="awq"),
+        pytest.param("awq", {"version": None, "format": "llm-awq"}, "'llm-awq' .* known is 'gemm'", id="awq-format"),
+        pytest.param("awq", {"bits": 8}, "of 8 bits .* known is 'gemm' of 4 bits", id="awq-bits"),
+        pytest.param("int4-groups", THREE_BITS, "num_bits=3.* pack-quantized of 2, 4, 8 bits", id="packed-bits"),
         pytest.param("bnb-nf4", {"bnb_4bit_quant_type": "nf3"}, "'nf3' are not known", id="bnb"),
     ],
 )
@@ -164,7 +172,6 @@ def test_what_is_not_known_is_refused_with_what_is(
 @pytest.mark.parametrize(
     ("way", "settings", "message"),
     [
-        pytest.param("gptq", {"bits": 3}, "codes of 3 bits, known are 2, 4, 8", id="bits"),
         pytest.param("gptq", {"group_size": 7}, "not a multiple of the group size 7", id="size"),
         pytest.param("gptq", {"group_size": 0}, "not a multiple of the group size 0", id="zero"),
         pytest.param("fp8", {"weight_block_size": [0, 8]}, "which holds nothing", id="block"),
@@ -211,6 +218,22 @@ def test_a_verifier_computes_the_format_that_a_server_names(saved: Callable[[str
             blocks._span(range(1), Kind("float32", quantization))
     with pytest.raises(SwarmError, match="cannot be computed here"):
         _ = Kind("float32", "fp9").torch_dtype
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_config_that_packs_no_weights_is_of_a_wide_checkpoint(family: str, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path / "wide")
+    cache = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps({**config, "quantization_config": cache}))
+
+    checkpoint = Checkpoint.open(tmp_path / "wide")
+    announced = hosted_weights(checkpoint, ServeConfig(model="toy", dtype="float32")).quantization
+    assert announced == "none"
+    blocks = LocalBlocks(lambda: checkpoint, limit_bytes=1 << 30)
+    assert blocks._span(range(1), Kind("float32", announced)).spec.blocks == range(1)
+    if family == "mixtral":
+        load_offloaded(tmp_path / "wide", OffloadConfig(fast_bytes=1 << 22), device="cpu")
 
 
 def test_the_last_blocks_may_be_cut() -> None:

@@ -58,6 +58,8 @@ FAST = {
     "mixtral-gptq-order",
     "mixtral-awq",
     "mixtral-bnb-nf4-nested",
+    "mixtral-bnb-nf4-as-bf16",
+    "mixtral-fp8-powers",
     "mixtral-bnb-int8",
     "jamba-fp8",
     "mixtral-mixed",

@@ -26,8 +26,8 @@ class PublishedExperts(PackedFormat):
         others = [Part(spec.name, spec.dtype, spec.shape) for spec in stored.tensors if "." not in spec.name]
         super().__init__(formats, others, device)
         self._formats = formats
-        in_file = {spec.name for spec in stored.tensors}
-        if self.computed is self.stored and all(spec.name in in_file for spec in self.computed.tensors):
+        in_file = {(spec.name, spec.dtype) for spec in stored.tensors}  # some files call bytes something else
+        if self.computed is self.stored and all((spec.name, spec.dtype) in in_file for spec in self.computed.tensors):
             self.computed = stored
         self.stored = stored
 

@@ -127,10 +127,8 @@ class MoeCheckpoint:
                 names it.
             UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
         """
-        name, config = checkpoint.name, checkpoint.config
+        name, config = checkpoint.name, without_quantization(checkpoint.config)
         published = Published.of(checkpoint) if quantized is None else None
-        if quantized is not None or published is not None:
-            config = without_quantization(config)
         compute_dtype = _compute_dtype(checkpoint, dtype, is_packed=published is not None)
         tasks = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         model_class = class_for_task(config, "language model", *tasks)

@@ -109,7 +109,7 @@ class QuantizedStore:
                     f"{names['scales']} in {self._checkpoint.name} holds numbers that are not finite: the store is "
                     "damaged, fetch it again or run swarm quantize again"
                 )
-            model.set_submodule(place, PackedLinear(stored, parts, bias, device))
+            model.set_submodule(place, PackedLinear(stored, parts, bias, device, dtype=model.dtype))
 
     def saved_bytes(self, dtype: torch.dtype) -> int:
         """Returns how much less memory the linear layers take than in a floating type."""

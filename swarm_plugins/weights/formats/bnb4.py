@@ -40,12 +40,17 @@ class Bnb4Format(PublishedFormat):
     kind: str
     """``nf4`` or ``fp4``."""
     is_nested: bool
+    storage: torch.dtype = torch.uint8
+    """What the file says that the bytes of codes are (``bnb_4bit_quant_storage``; FSDP shards floats alone)."""
     block: int = 64
     nested_block: int = 256
 
     def __post_init__(self) -> None:
-        if math.prod(self.shape) % 2:
-            raise ValueError(f"its shape {list(self.shape)} is odd, and two codes share a byte")
+        if math.prod(self.shape) % (2 * self.storage.itemsize):
+            raise ValueError(
+                f"its shape {list(self.shape)} is not a multiple of the {2 * self.storage.itemsize} codes that share "
+                f"a number of {self.storage}"
+            )
 
     @property
     def num_blocks(self) -> int:
@@ -72,7 +77,9 @@ class Bnb4Format(PublishedFormat):
     @property
     def file_parts(self) -> tuple[Part, ...]:
         """All but the offset, which stands in the JSON."""
-        return tuple(part for part in self.parts if part.name != "offset")
+        codes, *others = self.parts
+        stored = Part("codes", self.storage, (codes.shape[0] // self.storage.itemsize, 1))
+        return (stored, *(part for part in others if part.name != "offset"))
 
     def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         try:
@@ -88,6 +95,7 @@ class Bnb4Format(PublishedFormat):
         if found != wanted:
             raise ValueError(f"its quant_state says {found}, known is {wanted}")
         parts = {**tensors, "offset": torch.tensor([state.nested_offset], dtype=torch.float32)}
+        parts["codes"] = parts["codes"].view(torch.uint8).view(-1, 1)
         names = ["table", *(("nested_maxima", "nested_table", "offset") if self.is_nested else ("maxima",))]
         check_scales(parts, *names, may_be_zero=True)
         return super().checked(parts)

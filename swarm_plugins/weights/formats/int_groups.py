@@ -31,8 +31,6 @@ class IntGroups(PublishedFormat):
     """Whether ``order`` tells the group of each column (act-order), and not its place."""
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise ValueError(f"it has codes of {self.bits} bits, known are {', '.join(map(str, BITS))}")
         if self.group_size < 1 or self.shape[1] % self.group_size:
             raise ValueError(f"its {self.shape[1]} columns are not a multiple of the group size {self.group_size}")
 
@@ -129,10 +127,8 @@ class AwqFormat(IntGroups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits != 4 or self.shape[0] % len(_AWQ_PLACES):
-            raise ValueError(
-                f"it has {self.shape[0]} outputs in {self.bits} bits, known are multiples of {len(_AWQ_PLACES)} in 4"
-            )
+        if self.shape[0] % len(_AWQ_PLACES):
+            raise ValueError(f"it has {self.shape[0]} outputs, known are multiples of {len(_AWQ_PLACES)}")
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -32,6 +32,8 @@ class ScaledFormat(PublishedFormat):
     """As the file has it: the grid of blocks, whose ones may be left out."""
     unit: float = 1.0
     """Multiplies each product of code and scale; 1 / 127 where scales are maxima of rows."""
+    has_scales_as_bytes: bool = False
+    """Whether the file says uint8 of scales that are e8m0."""
 
     def __post_init__(self) -> None:
         if min(self.block) < 1:
@@ -54,7 +56,13 @@ class ScaledFormat(PublishedFormat):
             Part("scales", self.scales_dtype, self.scales_shape),
         )
 
+    @property
+    def file_parts(self) -> tuple[Part, ...]:
+        codes, scales = self.parts
+        return codes, scales._replace(dtype=torch.uint8) if self.has_scales_as_bytes else scales
+
     def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {**tensors, "scales": tensors["scales"].view(self.scales_dtype)}
         # A row of zeros has the maximum zero.
         check_scales(tensors, "scales", may_be_zero=self.unit != 1.0)
         if self.codes_dtype == torch.float8_e4m3fn and bool(((tensors["codes"].view(torch.int8) & _NAN) == _NAN).any()):

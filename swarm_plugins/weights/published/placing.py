@@ -82,7 +82,7 @@ class Placing:
             bias = biases.get(path)
             own = None if bias is None else nn.Parameter(bias.to(device, dtype), requires_grad=False)
             chosen = kernel_for(form, device, kernel if isinstance(form, Int8Format) else None)
-            model.set_submodule(path, PackedLinear(form, parts, own, device, chosen))
+            model.set_submodule(path, PackedLinear(form, parts, own, device, chosen, dtype))
         for path, stack in self.experts.items():
             owner, _, name = path.rpartition(".")
             module = model.get_submodule(owner)

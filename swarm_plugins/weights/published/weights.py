@@ -87,7 +87,8 @@ class Published:
         settings = stated if isinstance(stated, Mapping) else stated.to_dict()
         if settings.get("quant_method") == _OWN_METHOD:
             return None
-        return cls(checkpoint, method_of(settings, checkpoint.name))
+        method = method_of(settings, checkpoint.name)
+        return cls(checkpoint, method) if method.name else None
 
     @property
     def name(self) -> str:
@@ -129,7 +130,7 @@ class Published:
         if info.packing is not None:
             return True
         parts = [part for part in group if not part.startswith(UNUSED)]
-        if info.dtype in _FLOATS:
+        if info.dtype in _FLOATS and "state" not in group:  # bitsandbytes may store codes as floats
             return False
         if len(parts) < 2:
             raise CheckpointError(

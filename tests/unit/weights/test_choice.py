@@ -141,7 +141,7 @@ def test_an_arranged_layer_keeps_its_type_and_its_processor() -> None:
         layer = arranged(nn.Linear(96, 64, dtype=torch.bfloat16).requires_grad_(False), name)
         assert isinstance(layer, PackedLinear)
         layer.float()
-        assert layer.weight.dtype == torch.bfloat16
+        assert layer.weight_codes.dtype == torch.bfloat16
         assert layer(torch.ones(1, 96)).dtype == torch.float32
         with pytest.raises(UnsupportedError, match="arranged for this CPU"):
             layer.to("meta")

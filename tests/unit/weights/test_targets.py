@@ -6,10 +6,13 @@ import re
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_plugins.checkpoint import TensorInfo
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.weights.formats.int_groups import PackQuantizedFormat
 from swarm_plugins.weights.published.methods.known import method_of
 from swarm_plugins.weights.published.targets import MAX_CHARS, Target
 
@@ -45,6 +48,29 @@ NAMES = (
 def test_published_forms_match_as_in_python(pattern: str) -> None:
     target = Target(pattern)
     assert [target.matches(name) for name in NAMES] == [re.match(pattern, name) is not None for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ("re:.*self_attn.*", "re:.*q_proj"),
+        ("re:.*q_proj", "re:.*self_attn.*"),
+        ("Linear", "re:model"),
+        (NAMES[0], "re:."),
+    ],
+)
+def test_of_groups_that_overlap_the_one_of_compressed_tensors_counts(targets: tuple[str, str]) -> None:
+    match = pytest.importorskip("compressed_tensors.utils.match", exc_type=ImportError)
+    groups = {
+        target: {"targets": [target], "format": "pack-quantized", "weights": {"num_bits": 4, "symmetric": not index}}
+        for index, target in enumerate(targets)
+    }
+    method = method_of({"quant_method": "compressed-tensors", "config_groups": groups}, "toy")
+    tensors = {part: TensorInfo(part, torch.float16, (8, 1), "file", 0, 16) for part in ("scales", "shape")}
+    found = method.format(NAMES[0], (8, 64), tensors)
+    [first, *_] = match.match_targets(NAMES[0], torch.nn.Linear(1, 1), targets)
+    assert isinstance(found, PackQuantizedFormat)
+    assert found.has_zeros == (first == targets[1])
 
 
 _atoms = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\.", r"\d", r"[\d.]", "^", "$", r"\b"])

@@ -55,4 +55,5 @@ class BitsAndBytesMethod(Method):
         state = needed(infos, "state")
         if state.dtype != torch.uint8:
             raise ValueError(f"its quant_state is of {state.dtype}, expected bytes")
-        return Bnb4Format(shape, self._config.bnb_4bit_quant_type, is_nested="nested_maxima" in infos)
+        storage = needed(infos, "codes").dtype
+        return Bnb4Format(shape, self._config.bnb_4bit_quant_type, is_nested="nested_maxima" in infos, storage=storage)

@@ -10,7 +10,7 @@ import torch
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.weights.formats.fp4 import Nvfp4Format
-from swarm_plugins.weights.formats.int_groups import PackQuantizedFormat
+from swarm_plugins.weights.formats.int_groups import BITS, PackQuantizedFormat
 from swarm_plugins.weights.published.methods.method import (
     MAX_CHARS,
     UNUSED,
@@ -82,6 +82,9 @@ class CompressedTensorsMethod(Method):
                 f"expressions among its targets have {length} characters, at most {_MAX_EXPRESSION_CHARS} are read"
             )
         self._expressions = {one: Target(one.removeprefix("re:")) for one in expressions}
+        targets = {target: group for group in self._groups for target in group.targets}
+        # The order of compressed-tensors, whichever group comes first: names, then expressions, each by their text.
+        self._targets = dict(sorted(targets.items(), key=lambda item: ("re:" in item[0], item[0])))
 
     @property
     def _groups(self) -> list[_Group]:
@@ -89,7 +92,7 @@ class CompressedTensorsMethod(Method):
 
     @property
     def name(self) -> str:
-        return "+".join(sorted({self._known_format(group) for group in self._groups})) or "dense"
+        return "+".join(sorted({self._known_format(group) for group in self._groups}))
 
     def format(self, name: str, shape: tuple[int, int], infos: Infos) -> PublishedFormat:
         group = self._group_of(name)
@@ -111,14 +114,12 @@ class CompressedTensorsMethod(Method):
         return scaled(shape, torch.float8_e4m3fn if args.type == "float" else torch.int8, scales, block)
 
     def _group_of(self, name: str) -> _Group:
-        """Returns the first group that names a module, or else the one of all linear layers."""
-        for group in self._groups:
-            for target in group.targets:
-                if target == name or (target in self._expressions and self._expressions[target].matches(name)):
-                    return group
-        for group in self._groups:
-            if "Linear" in group.targets:
+        """Returns the group of the first target that names a module, or else the one of all linear layers."""
+        for target, group in self._targets.items():
+            if target == name or (target in self._expressions and self._expressions[target].matches(name)):
                 return group
+        if "Linear" in self._targets:
+            return self._targets["Linear"]
         raise ValueError("no group of config_groups names it")
 
     def _known_format(self, group: _Group) -> str:
@@ -126,9 +127,11 @@ class CompressedTensorsMethod(Method):
         if kind in ("naive-quantized", "float-quantized", "int-quantized") and args.num_bits == 8:
             if args.type in ("float", "int") and args.symmetric:
                 return f"{args.type}-quantized"
-        elif kind == "nvfp4-pack-quantized" or (kind == "pack-quantized" and args.type == "int"):
+        elif kind == "nvfp4-pack-quantized" or (
+            kind == "pack-quantized" and args.type == "int" and args.num_bits in BITS
+        ):
             return kind
         raise UnsupportedError(
             f"format {kind!r} with weights {args} is not known: known are float-quantized and int-quantized of 8 bits, "
-            "symmetric, pack-quantized and nvfp4-pack-quantized"
+            f"symmetric, pack-quantized of {', '.join(map(str, BITS))} bits and nvfp4-pack-quantized"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,6 +16,7 @@ from swarm_plugins.weights.stored import PublishedFormat
 
 class _Fp8(msgspec.Struct, frozen=True):
     weight_block_size: tuple[int, int] | None = None
+    scale_fmt: str | None = None
 
 
 class Fp8Method(Method):
@@ -25,19 +27,25 @@ class Fp8Method(Method):
         "weight_scale_inv": "scales",
         "weight_scale": "scales",
         "_scale_inv": "scales",
+        "scale": "scales",  # DeepSeek-V4
+        "qscale_weight": "scales",  # Mistral
         "input_scale": UNUSED,
         "activation_scale": UNUSED,
     }
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._block = typed(config, _Fp8).weight_block_size
+        self._config = typed(config, _Fp8)
 
     @property
     def name(self) -> str:
         return "fp8"
 
     def format(self, name: str, shape: tuple[int, int], infos: Infos) -> PublishedFormat:
-        return scaled(shape, torch.float8_e4m3fn, needed(infos, "scales"), self._block)
+        scales, block = needed(infos, "scales"), self._config.weight_block_size
+        if scales.dtype != torch.uint8 or self._config.scale_fmt != "ue8m0":
+            return scaled(shape, torch.float8_e4m3fn, scales, block)
+        found = scaled(shape, torch.float8_e4m3fn, replace(scales, dtype=torch.float8_e8m0fnu), block)
+        return replace(found, has_scales_as_bytes=True)
 
 
 class Mxfp4Method(Method):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.weights.formats.int_groups import AwqFormat, GptqFormat
+from swarm_plugins.weights.formats.int_groups import BITS, AwqFormat, GptqFormat
 from swarm_plugins.weights.published.methods.method import MAX_CHARS, Infos, Method, Suffixes, needed, typed
 from swarm_plugins.weights.stored import PublishedFormat
 
@@ -16,7 +16,9 @@ from swarm_plugins.weights.stored import PublishedFormat
 class _Gptq(msgspec.Struct, frozen=True):
     bits: int
     group_size: int
-    checkpoint_format: str = "gptq"
+    format: str = "gptq"
+    checkpoint_format: str | None = None
+    """What ``format`` was called before; goes before it, as in transformers."""
     dynamic: dict[str, Any] | None = None
 
 
@@ -33,19 +35,21 @@ class GptqMethod(Method):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = typed(config, _Gptq)
-        if self._config.checkpoint_format not in self._OFFSETS or self._config.dynamic:
+        layout = (self._config.checkpoint_format or self._config.format).lower()
+        if layout not in self._OFFSETS or self._config.bits not in BITS or self._config.dynamic:
             raise UnsupportedError(
-                f"checkpoint_format {self._config.checkpoint_format[:MAX_CHARS]!r} with dynamic "
+                f"format {layout[:MAX_CHARS]!r} of {self._config.bits} bits with dynamic "
                 f"{str(self._config.dynamic)[:MAX_CHARS]} is not known: known are {', '.join(self._OFFSETS)} "
-                "without it"
+                f"of {', '.join(map(str, BITS))} bits without it"
             )
+        self._offset = self._OFFSETS[layout]
 
     @property
     def name(self) -> str:
         return f"gptq-int{self._config.bits}"
 
     def format(self, name: str, shape: tuple[int, int], infos: Infos) -> PublishedFormat:
-        size, offset = self._config.group_size, self._OFFSETS[self._config.checkpoint_format]
+        size = self._config.group_size
         scales = needed(infos, "scales")
         return GptqFormat(
             shape,
@@ -53,14 +57,16 @@ class GptqMethod(Method):
             shape[1] if size == -1 else size,
             scales.dtype,
             is_ordered="order" in infos,
-            zero_offset=offset,
+            zero_offset=self._offset,
         )
 
 
 class _Awq(msgspec.Struct, frozen=True):
     bits: int
     group_size: int
-    version: str = "gemm"
+    format: str = "gemm"
+    version: str | None = None
+    """What ``format`` was called before; goes before it, as in transformers."""
     zero_point: bool = True
 
 
@@ -71,10 +77,11 @@ class AwqMethod(Method):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = typed(config, _Awq)
-        if self._config.version.lower() != "gemm" or not self._config.zero_point:
+        layout = (self._config.version or self._config.format).lower()
+        if layout != "gemm" or self._config.bits != 4 or not self._config.zero_point:
             raise UnsupportedError(
-                f"version {self._config.version[:MAX_CHARS]!r} with zero_point {self._config.zero_point} is not "
-                "known: known is 'gemm' with zero points"
+                f"version {layout[:MAX_CHARS]!r} of {self._config.bits} bits with zero_point "
+                f"{self._config.zero_point} is not known: known is 'gemm' of 4 bits with zero points"
             )
 
     @property

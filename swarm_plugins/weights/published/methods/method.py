@@ -35,7 +35,7 @@ class Method(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What servers announce."""
+        """What servers announce; empty if nothing is packed."""
 
     @abstractmethod
     def format(self, name: str, shape: tuple[int, int], infos: Infos) -> PublishedFormat:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from type_models import save_type
 
 from swarm_plugins.block_io import kept_by_window
-from swarm_plugins.blocks.layout import SessionBytes
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.outline import meta_model
@@ -40,7 +39,7 @@ def test_a_session_takes_what_a_loaded_span_says(model_type: str, tmp_path: Path
         whole = found.coded_token_bytes if coded else found.token_bytes
         of_window = found.coded_window_token_bytes if coded else found.window_token_bytes
         kept = kept_by_window(found.window) if found.window else 0
-        assert on_server == SessionBytes(whole - of_window, of_window, kept, found.row_bytes)
+        assert on_server[:4] == (whole - of_window, of_window, kept, found.row_bytes)
     assert (found.window > 0) == (model_type in {"gemma2", "mistral"})
     assert (found.row_bytes > 0) == (model_type in {*HYBRIDS, "mamba2", "falcon_h1"})
 
