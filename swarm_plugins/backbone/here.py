@@ -14,6 +14,7 @@ from swarm_plugins.backbone.loading import choose_experts
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.loading import class_for_task, mark_base, take_generation_config
 from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
+from swarm_plugins.model_names import expanded
 from swarm_plugins.offload.load import load_offloaded
 
 _OF_A_HEAD = ("num_labels", "id2label", "label2id", "classifier_dropout")
@@ -67,7 +68,7 @@ def _in_memory(
     pinned = hub if version.is_local else {**hub, "revision": version.revision}
     given = {key: value for key, value in {**config_changes, **pinned}.items() if value is not None}
     try:
-        model: Any = base_class.from_pretrained(name, dtype=dtype or "auto", **given)
+        model: Any = base_class.from_pretrained(str(expanded(name)), dtype=dtype or "auto", **given)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {name!r} cannot be loaded ({one_line(error)}): give another one") from error
     model.to(torch.device(device))

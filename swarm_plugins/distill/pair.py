@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.model_names import expanded
 
 
 def load_teacher(name_or_dir: str | Path, student: nn.Module) -> nn.Module:
@@ -30,7 +31,7 @@ def load_language_model(role: str, name_or_dir: str | Path, **options: Any) -> P
         ConfigError: If there is no such model.
     """
     try:
-        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_dir, **options)
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(expanded(name_or_dir)), **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{role} {str(name_or_dir)!r} cannot be loaded ({one_line(error)}); give the directory of a causal "

@@ -67,7 +67,10 @@ def new_lora(
         raise ConfigError(f"a LoRA of rank {rank} cannot be trained here: 1 to {MAX_RANK} are possible")
     modules, parameters = _targets(base, attention=attention, mlp=mlp, unembed=unembed)
     if not modules and not parameters:
-        raise ConfigError("no module would be trained: choose at least one of attention, MLPs and the output layer")
+        raise ConfigError(
+            "no module would be trained: choose at least one of attention, MLPs and the output layer; layers stored as "
+            "Conv1D (GPT-2) take no adapter here"
+        )
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,

@@ -13,7 +13,9 @@ import torch
 from transformers import ByT5Tokenizer
 from typer.testing import CliRunner
 
+from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.cli.main import app
+from swarm_plugins.distill.pair import load_language_model
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.talk import loop
@@ -225,7 +227,9 @@ def test_a_model_is_found_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", str(tmp_path))
     loaded = load_model("~/tiny", None, device="cpu")
     assert loaded.tokenizer("a")["input_ids"]
-    assert loaded.model.config.num_hidden_layers == 1
+    here = AutoSwarmModelForCausalLM.from_pretrained("~/tiny", offload="none")
+    for model in (loaded.model, here, load_language_model("teacher", "~/tiny")):
+        assert model.config.num_hidden_layers == 1
 
 
 def test_a_draft_is_kept_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
