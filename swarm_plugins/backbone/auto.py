@@ -32,7 +32,7 @@ from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.store.manifest import QUANT_METHOD
+from swarm_plugins.weights.widths import QUANT_METHOD
 
 
 class _AutoSwarm:

@@ -15,11 +15,10 @@ from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import PeftFacts
 from swarm_plugins.model_names import check_adapter_name, expanded, is_gguf_file
 from swarm_plugins.versions import ModelVersion
+from swarm_plugins.weights.widths import QUANT_METHOD
 
 log = logging.getLogger(__name__)
 
-_STORE_METHOD = "swarm_plugins"
-"""The quantization that the config of a quantized store names."""
 _MAX_CHARS = 300
 
 
@@ -101,7 +100,7 @@ def _named(adapter: AdapterFolder) -> Checkpoint:
 
 def _refuse_store(checkpoint: Checkpoint) -> None:
     stated = getattr(checkpoint.config, "quantization_config", None)
-    if isinstance(stated, Mapping) and stated.get("quant_method") == _STORE_METHOD:
+    if isinstance(stated, Mapping) and stated.get("quant_method") == QUANT_METHOD:
         raise UnsupportedError(
             f"{checkpoint.name} is a quantized store, which adapters cannot be merged into: give the model it was made "
             f"of, {str(stated.get('base'))[:_MAX_CHARS]!r}, with --base"

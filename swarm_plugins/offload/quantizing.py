@@ -27,7 +27,6 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
-    QUANT_METHOD,
     Layer,
     Manifest,
     TensorShape,
@@ -36,7 +35,7 @@ from swarm_plugins.offload.store.manifest import (
 from swarm_plugins.offload.store.writing import check_space, padded_bytes, work_directory, write_buffers, write_json
 from swarm_plugins.weights.choice import format_of, half_type
 from swarm_plugins.weights.linears import quantizable_linears, tensor_name
-from swarm_plugins.weights.widths import Width, check_width
+from swarm_plugins.weights.widths import QUANT_METHOD, Width, check_width
 
 _CPU = torch.device("cpu")
 _OTHERS_FILE = "others.safetensors"

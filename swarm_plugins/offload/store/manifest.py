@@ -18,8 +18,6 @@ from swarm_plugins.weights.widths import GROUP_SIZES, NF4, WIDTHS, Width, width_
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "swarm_quantized.json"
 """Its presence makes a directory a quantized store."""
-QUANT_METHOD = "swarm_plugins"
-"""The quantization that its config names, so that others know whose format it is."""
 
 _FORMAT = 1
 _MAX_BYTES = 100_000_000

@@ -19,7 +19,6 @@ from swarm_plugins.offload.store.checkpoint_store import FetchedFiles
 from swarm_plugins.offload.store.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
-    QUANT_METHOD,
     Layer,
     Manifest,
     config_hash,
@@ -29,7 +28,7 @@ from swarm_plugins.offload.store.manifest import (
 from swarm_plugins.offload.store.writing import padded_bytes
 from swarm_plugins.weights.choice import format_of, kernel_for
 from swarm_plugins.weights.linears import PackedLinear, quantizable_linears, tensor_name
-from swarm_plugins.weights.widths import Width
+from swarm_plugins.weights.widths import QUANT_METHOD, Width
 
 _CPU = torch.device("cpu")
 _HALF = ("float16", "bfloat16")

@@ -15,8 +15,8 @@ from swarm_plugins.errors import CheckpointError
 from swarm_plugins.weights.published.methods.known import method_of
 from swarm_plugins.weights.published.methods.method import UNUSED, Method
 from swarm_plugins.weights.stored import PublishedFormat
+from swarm_plugins.weights.widths import QUANT_METHOD
 
-_OWN_METHOD = "swarm_plugins"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _TOLD = ("shape", "state")
 """Tensors that tell about a weight and are not among its parts."""
@@ -85,7 +85,7 @@ class Published:
         if stated is None:
             return None
         settings = stated if isinstance(stated, Mapping) else stated.to_dict()
-        if settings.get("quant_method") == _OWN_METHOD:
+        if settings.get("quant_method") == QUANT_METHOD:
             return None
         method = method_of(settings, checkpoint.name)
         return cls(checkpoint, method) if method.name else None
