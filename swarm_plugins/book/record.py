@@ -259,12 +259,14 @@ class Checked(NamedTuple):
 
     kind: Hashable
     is_right: bool
+    is_doubt: bool = True
+    """Whether one that is not right speaks against the server: a full queue does not."""
 
     def write(self, record: PeerRecord, now: float) -> None:
-        """Counts the good ones; after a doubt, all are checked again, each time twice as many."""
+        """Counts the good ones; after others all are checked again, after doubts each time twice as many."""
         known = record.checks.pop(self.kind, Checks())
         num_passed, num_doubts = (
-            (known.num_passed + 1, known.num_doubts) if self.is_right else (0, known.num_doubts + 1)
+            (known.num_passed + 1, known.num_doubts) if self.is_right else (0, known.num_doubts + self.is_doubt)
         )
         is_forgiven = num_passed >= 2 * record.rules.most_first_checks
         record.checks[self.kind] = Checks(num_passed, num_doubts=0 if is_forgiven else num_doubts)

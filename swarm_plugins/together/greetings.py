@@ -124,7 +124,7 @@ class Greetings:
         named, tried = await self.look_up(), set[str]()
         for _ in range(_MOST_PASSES):
             # Those that do not answer make room for others.
-            self.learn(named)
+            self.learn(one for one in named if one not in tried)
             untried = self._known.keys() - tried
             tried |= untried
             await self.greet(patience_s=_FIRST_S)

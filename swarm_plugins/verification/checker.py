@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING = 4
 """Checks in the background."""
+_NO_FAULT = (OverloadedError, SpanMovedError)
+"""Failures of a check that say nothing about the server's answer."""
 
 
 class Server(NamedTuple):
@@ -127,7 +129,7 @@ class Checker:
         except SwarmError as exc:
             how = "was wrong" if isinstance(exc, WrongAnswerError) else "could not be checked"
             log.warning("an answer that has already been used %s: %s", how, exc)
-            if not isinstance(exc, OverloadedError | SpanMovedError):
+            if not isinstance(exc, _NO_FAULT):
                 # As after any call that fails: not to open an answer hides a lie, or the network is bad.
                 self._book.observe(server.peer, Failed(one_line(exc)))
 
@@ -137,9 +139,11 @@ class Checker:
         except UncheckableError as exc:
             self.say_unchecked(server, exc)
             return
-        except SwarmError:
+        except SwarmError as exc:
             # A server that does not stand by what it has answered is not believed.
-            self._book.observe(server.peer, Checked(server[1:], is_right=False))
+            self._book.observe(
+                server.peer, Checked(server[1:], is_right=False, is_doubt=not isinstance(exc, _NO_FAULT))
+            )
             raise
         await self._judge(server, finding)
 

@@ -177,12 +177,14 @@ class Claim:
         """Returns how to compare the answer."""
         wire = str(self.forward.hidden.dtype).removeprefix("torch.")
         precision = self.kind.session_precision if self.steps else self.kind.precision
+        precision = coarsest([precision, wire, self.forward.reply_codec, *(codec for _, codec in self.steps)])
+        # The steps before them were cached by another run than the one that is opened.
+        is_behind = bool(self.steps) and self.outputs.hidden.shape[1] < self.forward.hidden.shape[1]
         return Comparison(
-            precision=coarsest([precision, wire, self.forward.reply_codec, *(codec for _, codec in self.steps)]),
+            precision=precision,
             is_mixture=is_mixture,
             num_blocks=len(self.blocks),
-            # The steps before them were cached by another run than the one that is opened.
-            is_rough=is_mixture and bool(self.steps) and self.outputs.hidden.shape[1] < self.forward.hidden.shape[1],
+            is_rough=is_mixture and is_behind and precision != "float32",
             mask=self.forward.attention_mask,
         )
 

@@ -76,6 +76,8 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         # Models that `from_pretrained` has loaded are in evaluation mode, and may be trained so.
         if not torch.is_grad_enabled() or self.run_id is None:
             return
+        if not any(one.requires_grad for one in module.parameters()):
+            return  # a teacher's, say
         if self.shared_run is None:
             run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)
             run.start(self._resumed_run)

@@ -170,6 +170,14 @@ def test_each_doubt_doubles_the_calls_that_are_checked_until_enough_are_right() 
     assert when(book, 0.99) == "never", "forgiven"
 
 
+def test_a_full_queue_makes_all_calls_checked_again_but_is_no_doubt() -> None:
+    book = Book()
+    book.note(Checked("kind", is_right=False, is_doubt=False), times=6)
+    assert when(book, 0.99) == "before"
+    book.note(Checked("kind", is_right=True), times=RULES.first_checks)
+    assert when(book, 0.99) == "never"
+
+
 def test_what_cannot_be_checked_is_tried_again_after_a_pause() -> None:
     book = Book()
     book.note(Uncheckable("kind"))

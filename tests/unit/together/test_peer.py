@@ -362,7 +362,7 @@ async def test_strangers_in_the_directory_do_not_hide_the_run(is_listed: bool) -
     first = await started(world, 2, config=config)
     # No peer answers by these names, which come before all real ones.
     run = first[0].peer._seal.run
-    world.announced[run] |= {f"0stranger{number}" for number in range(3 * MAX_RUN_PEERS)}
+    world.announced[run] |= {f"0stranger{number}" for number in range(5 * MAX_RUN_PEERS)}
     third = Trainee(world, 2, config=config)
     await third.join()
     assert set(third.peer.living) == {one.peer_id for one in first}

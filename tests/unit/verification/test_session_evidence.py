@@ -124,18 +124,28 @@ def test_sessions_on_spans_that_do_not_fit_leave_evidence_too(llama: Path, cache
             asyncio.run(replay(changed, blocks_of(llama)))
 
 
-def test_decode_steps_of_a_mixture_on_such_spans_are_compared_together(mixtral: Path, cache: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "factor", "rows", "num_answers"),
+    [
+        # Of fifteen rows, two steps are as many tokens as it takes; in float32, one step of two rows.
+        pytest.param(torch.bfloat16, 2.0, 15, 2, id="roughly"),
+        pytest.param(torch.float32, 1.2, 2, 1, id="strictly"),
+    ],
+)
+def test_decode_steps_of_a_mixture_on_such_spans_are_compared_together(
+    mixtral: Path, cache: Path, dtype: torch.dtype, factor: float, rows: int, num_answers: int
+) -> None:
     class DecodeLiar(Liar):
         def _changed(self, inputs: Any, outputs: SpanOutputs) -> SpanOutputs:
             is_decoding = isinstance(inputs, StepInputs) and outputs.hidden.shape[1] == 1
             return super()._changed(inputs, outputs) if is_decoding else outputs
 
-    liar, ids = DecodeLiar("scaled", factor=2.0), IDS.repeat(8, 1)[:15, :4]
-    found = convicted(mixtral, cache, liar, dtype=torch.bfloat16, ids=ids, new_tokens=4, verify_bytes=1)
+    liar, ids = DecodeLiar("scaled", factor=factor), IDS.repeat(8, 1)[:rows, :4]
+    found = convicted(mixtral, cache, liar, dtype=dtype, ids=ids, new_tokens=4, verify_bytes=1)
     assert found.opening is not None
     assert found.session is not None
-    # The prompt was right. Of fifteen rows, two steps are as many tokens as it takes.
-    assert (len(found.session.steps), len(found.session.answers)) == (3, 2)
+    # The prompt was right.
+    assert (len(found.session.steps), len(found.session.answers)) == (1 + num_answers, num_answers)
     assert is_wrong(found, mixtral)
 
 

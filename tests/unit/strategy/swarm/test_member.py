@@ -192,6 +192,8 @@ def test_each_forward_with_gradients_counts_its_samples(
     run = Mock()
     monkeypatch.setattr(fabric_strategy, "make_run", lambda *_: run)
     strategy, module = FabricSwarmStrategy(run_id="ours"), nn.Linear(2, 2).eval()
+    strategy._count(nn.Linear(2, 2).requires_grad_(False), (batch,), {})  # a teacher's
+    assert strategy.shared_run is None
     for _ in range(2):
         strategy._count(module, (batch,), {})
     assert strategy.shared_run is run
