@@ -89,6 +89,8 @@ def _with_positions(module: nn.Module, args: tuple[Any, ...], given: dict[str, A
     Here and not in a batch: PEFT drops positions next to soft prompts. A text would be read by the length of its
     neighbors in the batch.
     """
+    if given.get("attention_mask") is None or given.get("position_ids") is not None:
+        return args, given
     length = (given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]).shape[1]
     positions = (given["attention_mask"].long().cumsum(1) - 1).clamp(min=0)  # [B, prefix + L]
     return args, {**given, "position_ids": positions[:, -length:]}

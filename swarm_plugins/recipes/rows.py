@@ -197,8 +197,12 @@ def _stream(dataset: str, options: dict[str, Any], first: int, state: str | None
 
 def _one_split(splits: Mapping[str, Dataset], dataset: str, split: str) -> Dataset:
     """Returns ``train``, ``train[:10%]``, ``train+test`` ... of what `load_dataset` does not read."""
+    if split in splits:
+        return splits[split]
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+        if any(part.from_ >= part.to for part in parts):
+            raise ValueError("a part of it has no rows")
     except ValueError as error:
         raise ConfigError(
             f"data set {dataset!r} has no split {split!r} ({one_line(error)}): correct data.split or data.val_split; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +43,18 @@ class PackedWeight(HollowWeight):
         "are wide"
     )
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Sets whether it is trained.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers what needs no values.
 
         Raises:
-            UnsupportedError: If it is, as in ``modules_to_save``.
+            UnsupportedError: If values are read or written, or it is to be trained, as in ``modules_to_save``.
         """
-        if requires_grad:
-            raise UnsupportedError(self.refusal.format(what="requires_grad_"))
-        super().requires_grad_(requires_grad)
-        return self
+        is_set = getattr(func, "__self__", None) is Tensor.requires_grad and func.__name__ == "__set__"
+        wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+        if (is_set or func is Tensor.requires_grad_) and wanted:
+            raise UnsupportedError(cls.refusal.format(what="requires_grad"))
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's cannot be set either

@@ -31,4 +31,6 @@ def test_a_text_is_read_alike_whatever_its_neighbors(kind: str, model_type: str,
     short, long = ([*range(10, 16)], 0), ([*range(20, 36)], 1)
     with torch.no_grad():
         [alone], [among, _] = (tuner(**data._collate(rows)).logits for rows in ([short], [short, long]))
+        [unmasked] = tuner(input_ids=torch.tensor([short[0]])).logits
     torch.testing.assert_close(among, alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(unmasked, alone, atol=1e-5, rtol=1e-4)

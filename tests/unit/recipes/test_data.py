@@ -93,10 +93,12 @@ def test_splits_of_what_load_dataset_does_not_read(kind: str, tmp_path: Path, mo
         name = "sotu"
         monkeypatch.setattr("swarm_plugins.recipes.rows._sotu", lambda: rows)
     else:
-        (rows if kind == "folder" else DatasetDict(train=rows)).save_to_disk(name)
+        (rows if kind == "folder" else DatasetDict({"train": rows, "dev-test": rows})).save_to_disk(name)
     assert "".join(load_rows(name)["text"]) == "abcdefghij"
     assert "".join(load_rows(name, split="train[:20%]+train[-1:]")["text"]) == "abj"
-    for split in ("validation", "train["):
+    if kind == "folder-of-splits":
+        assert len(load_rows(name, split="dev-test")) == 10
+    for split in ("validation", "train[", "train[20:]"):
         with pytest.raises(ConfigError, match=rf"{name}' has no split '{re.escape(split)}' .*: correct data.split"):
             load_rows(name, split=split)
 

@@ -121,7 +121,11 @@ def test_an_adapter_is_not_merged_into_codes(is_safe: bool, layer: Callable[[], 
 
 
 def test_codes_are_not_trained() -> None:
-    with pytest.raises(UnsupportedError, match=r"in few bits was read or written \(requires_grad_\)"):
+    layer = int8()
+    layer.weight.requires_grad_(False).requires_grad = False
+    with pytest.raises(UnsupportedError, match=r"in few bits was read or written \(requires_grad\)"):
+        layer.weight.requires_grad = True
+    with pytest.raises(UnsupportedError, match=r"in few bits was read or written \(requires_grad\)"):
         get_peft_model(
             nn.Sequential(int8(), nn.Linear(SIZE, SIZE)),  # type: ignore[arg-type]
             LoraConfig(target_modules=["1"], modules_to_save=["0"]),
