@@ -178,7 +178,7 @@ class SpanInputs:
     whole_beyond: int | None = None
     """If new tokens pass this length, those up to the first that does run at once; see `swarm_plugins.rotary`."""
     has_states: bool = False
-    """Whether some block has states of fixed size: they see padding in the first tokens only, so it runs at once."""
+    """Whether some block has states of fixed size. They see padding only in the first step, so it must run at once."""
     routers: Mapping[int, int | None] | None = None
     """The blocks that have router logits, each with their width or None if that is unknown. None: all unknown."""
 

@@ -29,9 +29,9 @@ class Kept:
         self.buffers = {block: empty_buffers(layout, num_rows, 0, device) for block, layout in layouts.items()}
 
     def place_for(self, length: int, needed: int, to_come: int = 0) -> tuple[int, int]:
-        """Returns the first token to keep of ``length``, and the least capacity that ``needed`` tokens then take.
+        """Returns the first token to keep of ``length``, and the minimum capacity for ``needed`` tokens.
 
-        With room for those ``to_come`` later, as far as a window keeps them.
+        Includes room for the ``to_come`` tokens that follow, as far as the window keeps them.
         """
         first = max(self.first if length else 0, first_kept(self.window, length))
         least = in_pages(needed) - first

@@ -81,7 +81,7 @@ class SessionBytes(NamedTuple):
     row_bytes: int
     """Of one row at any length: its states, and those before the last step."""
     largest: tuple[int, int]
-    """Of one token in the largest block that keeps all tokens, and in the largest that keeps a window."""
+    """Bytes per token of the largest block that keeps all tokens, and of the largest one with a window."""
 
     @classmethod
     def of(cls, layouts: Iterable[BlockKV]) -> SessionBytes:
@@ -110,9 +110,9 @@ class SessionBytes(NamedTuple):
         return (free - kept) // self.token_bytes if self.token_bytes else sys.maxsize
 
     def pages_in(self, num_bytes: int) -> int:
-        """Returns how many tokens, in whole pages, one row can grow to.
+        """Returns how many tokens one row can grow to, in whole pages.
 
-        Blocks move one by one: of the largest, the old buffers, a page smaller, are beside the new ones.
+        Blocks grow one at a time. While the largest one moves, its old buffers, a page smaller, take memory as well.
         """
         of_all, of_window = self.largest
         both = self._replace(token_bytes=self.token_bytes + of_all, window_bytes=self.window_bytes + of_window)

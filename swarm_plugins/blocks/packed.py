@@ -32,8 +32,8 @@ from swarm_plugins.errors import UnsupportedError
 PACKED = "swarm_packed"
 """Name of the attention and mask implementation."""
 MOST_JOINED_TOKENS = 8192
-"""Cached and new tokens of all sessions in one forward, where their keys and values are made from latents: in
-DeepSeek-V3 these take 82 kB a token. One session may have more."""
+"""Maximum cached and new tokens of all sessions in one forward if keys and values are expanded from latents, which
+takes 82 kB a token in DeepSeek-V3. A single session may have more."""
 
 _PAST: ContextVar[ApartPast | None] = ContextVar("swarm_packed_past", default=None)
 
@@ -95,9 +95,9 @@ def rows_of(steps: Sequence[StepInputs]) -> list[PackedRows]:
 
 
 def bounded(steps: Sequence[StepInputs], group: Sequence[int]) -> list[list[int]]:
-    """Cuts a group of steps, by their indices, where a family computes keys and values from what all their caches hold.
+    """Splits a group of steps, by their indices, where keys and values are computed from all that the caches hold.
 
-    From latents as in MLA they become many times as wide, those of all sessions in a forward at the same time.
+    MLA's latents expand many times over, for all sessions of a forward at once.
     """
     groups: list[list[int]] = []
     room = 0

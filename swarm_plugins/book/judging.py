@@ -233,7 +233,7 @@ When = Literal["before", "after", "never"]
 def check_share(record: PeerRecord, kind: Hashable) -> float:
     """Returns the share of a server's answers of one kind that are checked now."""
     rules, known = record.rules, record.checks.get(kind) or Checks()
-    # The exponent is bounded, as that of bans is.
+    # Bounded exponent, as for bans.
     first = min(rules.first_checks * 2 ** min(known.num_doubts, 32), rules.most_first_checks)
     further = known.num_passed - first
     return 1.0 if further < 0 else max(rules.least_checked, 0.5 ** (further + 1))

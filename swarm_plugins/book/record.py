@@ -51,7 +51,7 @@ class Checks(NamedTuple):
     num_passed: int = 0
     paused_until: float = -math.inf
     num_doubts: int = 0
-    """Answers that were wrong, or that it did not stand by."""
+    """Wrong answers, and answers that it refused to open."""
 
 
 @dataclass
@@ -260,10 +260,10 @@ class Checked(NamedTuple):
     kind: Hashable
     is_right: bool
     is_doubt: bool = True
-    """Whether one that is not right speaks against the server: a full queue does not."""
+    """Whether a failed check counts against the server; a full queue does not."""
 
     def write(self, record: PeerRecord, now: float) -> None:
-        """Counts the good ones; after others all are checked again, after doubts each time twice as many."""
+        """Counts passed checks. After a failed one all answers are checked again, after each doubt twice as many."""
         known = record.checks.pop(self.kind, Checks())
         num_passed, num_doubts = (
             (known.num_passed + 1, known.num_doubts) if self.is_right else (0, known.num_doubts + self.is_doubt)

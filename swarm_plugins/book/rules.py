@@ -118,8 +118,8 @@ class Rules:
     # Spot checks.
     first_checks: int = 4
     most_first_checks: int = 256
-    """Calls of a new server whose answers wait for their check, and at most after failed checks: twice as many each
-    time, until twice the most were passed."""
+    """Upper limit of ``first_checks`` after failed checks, each of which doubles it. Twice as many passed checks reset
+    it."""
     least_checked: float = 0.02
     """Share of a server's calls that are checked however long it has been honest."""
     uncheckable_s: float = 60.0

@@ -99,7 +99,7 @@ def _remade(
 
 
 def keep_from_ddp(model: nn.Module) -> None:
-    """Has DistributedDataParallel leave frozen layers with hollow weights alone, when a Trainer wraps a module in it.
+    """Excludes frozen layers with hollow weights from DistributedDataParallel, in which a Trainer wraps the module.
 
     Models on a swarm and offloaded ones are ready, with PEFT's adapters too; a module around one has to be made so.
     """
@@ -107,7 +107,7 @@ def keep_from_ddp(model: nn.Module) -> None:
 
 
 class _HollowNames:
-    """Names of what DDP is to leave alone, when it asks: PEFT has put its modules inside, or is the model around."""
+    """Names that DDP should ignore, found when it asks: PEFT may have wrapped the model or put modules inside."""
 
     def __init__(self, model: nn.Module) -> None:
         # Not a cycle: models of gigabytes are freed without the garbage collector.
@@ -116,7 +116,7 @@ class _HollowNames:
     def __iter__(self) -> Iterator[str]:
         model = self._model()
         for path, module in () if model is None else model.named_modules():
-            # Beside a hollow weight are codes and scales, which each process has read: DDP cannot send every type.
+            # Each process has read the codes and scales itself, and DDP cannot send all of their types.
             is_read = isinstance(module, HollowModule)
             tensors = (*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False))
             for name, one in tensors:

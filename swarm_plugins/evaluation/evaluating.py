@@ -134,7 +134,7 @@ class _Run:
             if not missing:
                 self._tell(f"{version.label}: all results are known")
                 return True
-            gc.collect()  # lm_eval's wrapper is a cycle, which keeps the model of the version before
+            gc.collect()  # lm_eval's wrapper is a reference cycle that keeps the previous version's model
             model, tokenizer = self._load(version, base)
             for task in missing:
                 self._tell(f"{version.label}: evaluating {task.name}")
@@ -154,7 +154,7 @@ class _Run:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drops the tracebacks of an error and of those behind it, whose frames keep the model."""
+    """Drops the tracebacks of an error and its causes; their frames keep the model alive."""
     if error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         _forget_frames(error.__cause__)

@@ -83,7 +83,7 @@ class PlainBase:
         """Reads tensors.
 
         Raises:
-            CheckpointError: If one cannot be read, its scales make no weight, or its type cannot hold its numbers.
+            CheckpointError: If one cannot be read, has invalid scales, or exceeds the range of its type.
         """
         wanted = list(names)
         plain = self._checkpoint.read((name for name in wanted if name not in self._packed), progress=False)
@@ -111,7 +111,7 @@ def converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _loaded_types(outline: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Returns the types in which transformers loads the tensors of a checkpoint if it is asked for one."""
+    """Returns the types in which transformers would load the tensors when asked for ``dtype``."""
     rules, state, plan = Conversions(outline), outline.state_dict(), outline._get_dtype_plan(dtype)
     in_float32 = build_glob_alternation(list(plan))[0] if plan else None
     found = {}

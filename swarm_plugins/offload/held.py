@@ -53,7 +53,7 @@ class HeldExperts:
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
-    """Width of the rows; some mixtures narrow the hidden states before their experts."""
+    """Width of the experts' input rows, which is less than that of the hidden states in some mixtures."""
     widening: Widening | None = None
     """What experts in a published format take beside their bytes."""
     rows_at_once: int = 1 << 40

@@ -84,10 +84,10 @@ class PromptClassifier(AdapterTuner):
 
 
 def _with_positions(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Numbers the tokens without padding, which lies before a text, and behind soft prompts.
+    """Sets positions that skip left padding and follow soft prompts.
 
-    Here and not in a batch: PEFT drops positions next to soft prompts. A text would be read by the length of its
-    neighbors in the batch.
+    Otherwise logits would depend on the other texts of a batch. A batch cannot bring positions itself: PEFT drops them
+    with soft prompts.
     """
     if given.get("attention_mask") is None or given.get("position_ids") is not None:
         return args, given

@@ -182,11 +182,11 @@ def _expanded(dataset: str) -> str:
 
 
 def _cached_stream(dataset: str, options: Mapping[str, Any], first: int) -> Dataset:
-    # Into the cache, under a hash of the arguments: read once, and offline afterwards.
+    # Cached under a hash of the arguments: read once, then available offline.
     arguments = {"dataset": dataset, "options": options, "first": first, "state": None}
     if Path(dataset).exists() or (dataset in _KINDS.values() and "://" not in str(options["data_files"])):
         files = {name: value for name, value in options.items() if name != "split"}
-        # Files on disk change under the same names; the path that load_dataset would use has a hash of their times.
+        # Local files may change under the same name; load_dataset's cache path depends on their modification times.
         arguments["state"] = load_dataset_builder(dataset, **files).cache_dir
     return Dataset.from_generator(_stream, gen_kwargs=arguments)
 
@@ -196,7 +196,7 @@ def _stream(dataset: str, options: dict[str, Any], first: int, state: str | None
 
 
 def _one_split(splits: Mapping[str, Dataset], dataset: str, split: str) -> Dataset:
-    """Returns ``train``, ``train[:10%]``, ``train+test`` ... of what `load_dataset` does not read."""
+    """Selects ``train``, ``train[:10%]``, ``train+test`` ... from data that `load_dataset` does not read."""
     if split in splits:
         return splits[split]
     try:

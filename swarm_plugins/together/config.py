@@ -77,7 +77,7 @@ class RunConfig(ReachableConfig):
         self.check_files()
 
     def rules_of(self, peer: str) -> str:
-        """Returns what a peer with these settings agrees on with others, for people; compared as a whole."""
+        """Returns, as readable text, the settings that all peers must share; compared as a whole."""
         agreed = [f"{name}={float(getattr(self, name))}" for name in _AGREED]
         if self.allowed_peers is not None:
             # Peers that do not admit the same ones would never close a round together.

@@ -116,14 +116,14 @@ class Greetings:
             self._known[peer] = float("-inf")
 
     async def meet(self) -> None:
-        """Announces this peer, and greets all that the directory names, then those that they know.
+        """Announces this peer and greets the peers in the directory, then those they know.
 
         Raises:
             TransportError: If the directory cannot be asked.
         """
         named, tried = await self.look_up(), set[str]()
         for _ in range(_MOST_PASSES):
-            # Those that do not answer make room for others.
+            # Peers that do not answer make room for others.
             self.learn(one for one in named if one not in tried)
             untried = self._known.keys() - tried
             tried |= untried
@@ -132,7 +132,7 @@ class Greetings:
                 return
 
     async def look_up(self) -> list[str]:
-        """Announces this peer, and learns of the others, which the directory names.
+        """Announces this peer, and returns the others that the directory names.
 
         Raises:
             TransportError: If the directory cannot be asked.

@@ -123,7 +123,7 @@ class RunPeer:
         """
         self._contributed.load()
         self._show_again()
-        # The first voice must not decide.
+        # Meet all first: a single peer must not decide.
         await self._greetings.meet()
         # With `allowed_peers`, strangers cannot keep anybody from founding a run.
         refusals = self._greetings.refusals

@@ -55,7 +55,7 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     kv_row_bytes: int = 0
     """Bytes that each row of a session takes there at any length: states, and those before the last step."""
     has_states: bool = False
-    """Whether some block keeps states, of that size or growing: they see padding in a session's first tokens only."""
+    """Whether some block keeps states. They see padding only in a session's first step."""
     max_batch_tokens: int = 0
     """Largest ``B * S`` of one request."""
     max_session_tokens: int = 0

@@ -31,12 +31,12 @@ _ALPHA = 32
 """At any rank, as the protocol has it: a learning rate fits all ranks (LoRA Without Regret, Schulman et al. 2025)."""
 _MIXERS = ("attn", "attention", "mixer", "mamba", "conv", "temporal_block", "mlstm_layer")
 _MLPS = {"mlp", "experts", "shared_experts", "up_proj", "down_proj"}
-"""Also below a mixer: Nemotron-H gives that name to whatever a layer is made of."""
+"""Also inside a mixer: Nemotron-H gives that name to the content of any layer."""
 _ROUTERS = {"router", "gate", "shared_expert_gate"}
 _NOT_CALLED = {"dt_proj", "weights_proj"}
-"""Their owners read the weight themselves, as in Mamba and DeepSeek-V3.2: an adapter there does nothing."""
+"""Their owners read the weights directly (Mamba, DeepSeek-V3.2), so an adapter would do nothing."""
 _WITHOUT_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
-"""Model types on whose ``out_proj`` PEFT puts no LoRA: kernels for CUDA read its weight."""
+"""Model types whose ``out_proj`` PEFT refuses: CUDA kernels read its weight."""
 
 
 def new_lora(

@@ -290,7 +290,7 @@ class CheckpointStore:
         return facts
 
     def _check_room(self, owner: str, num_bytes: int, path: str) -> None:
-        """Raises CapacityError unless the checkpoint of a path fits; the one it replaces is on disk until then."""
+        """Raises CapacityError if a checkpoint does not fit; the one it replaces stays on disk until it is saved."""
         known = [one for run in self.runs(owner) for one in self.checkpoints(run.run)]
         if sum(one.path != path for one in known) >= self._max_per_owner:
             raise CapacityError(f"you have {len(known)} checkpoints, the most that may be: delete some")

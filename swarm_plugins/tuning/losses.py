@@ -73,7 +73,7 @@ def _clipped(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _bounded(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """Clips ratios; bounds of a position win over the settings."""
+    """Clips ratios; per-position bounds override the settings."""
     low, high = (inputs.get(name, ratio.new_tensor(settings[name])) for name in _CLIP)
     return ratio.clamp(low, high)
 

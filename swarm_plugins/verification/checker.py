@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _MAX_WAITING = 4
 """Checks in the background."""
 _NO_FAULT = (OverloadedError, SpanMovedError)
-"""Failures of a check that say nothing about the server's answer."""
+"""Failed checks that do not count against the server."""
 
 
 class Server(NamedTuple):
@@ -130,7 +130,7 @@ class Checker:
             how = "was wrong" if isinstance(exc, WrongAnswerError) else "could not be checked"
             log.warning("an answer that has already been used %s: %s", how, exc)
             if not isinstance(exc, _NO_FAULT):
-                # As after any call that fails: not to open an answer hides a lie, or the network is bad.
+                # As after any failed call: the server may hide a lie, or the network is bad.
                 self._book.observe(server.peer, Failed(one_line(exc)))
 
     async def _check(self, server: Server, examine: Callable[[], Awaitable[Finding]]) -> None:
@@ -181,7 +181,7 @@ class Checker:
         return ""
 
     def say_unchecked(self, server: Server, exc: SwarmError) -> None:
-        """Notes that a server's answers cannot be checked now, and says so once; of one request, that it cannot be."""
+        """Logs once that answers cannot be checked, and pauses the server's checks unless the request is at fault."""
         if self._book.is_news(server.peer, f"unchecked {server.what}"):
             log.warning("answers (%s) of server %s cannot be checked: %s", server.what, server.peer, one_line(exc))
         if not isinstance(exc, UncheckableRequestError):

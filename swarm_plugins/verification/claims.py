@@ -52,11 +52,11 @@ class Claim:
     outputs: ForwardResponse
     """The answer to the forward: before a backward that does not name its graph, perhaps of another server."""
     steps: tuple[tuple[Tensor, Codec], ...] = ()
-    """Of a session, which the forward repeats: its last answers, joined in ``outputs``, and how each was packed."""
+    """If the forward repeats a session: its last answers, joined in ``outputs``, and the codec of each."""
     backward: tuple[BackwardRequest, BackwardResponse] | None = None
     """None: the claim is about the forward."""
     is_pushed: bool = False
-    """Whether another server has sent the input of the forward; see `Answer`."""
+    """Whether another server sent the input of the forward; see `Answer`."""
     is_grad_pushed: bool = False
     """The same of the backward."""
 
@@ -113,7 +113,7 @@ class Claim:
         if self.backward is not None:
             request, response = self.backward
             backward = arrived(request, self.is_grad_pushed), travelled(response, "none")
-            forward = backward[0].forward  # unless the graph was kept: sent again, with this backward's codec
+            forward = backward[0].forward  # sent again with this backward's codec, unless the graph was kept
         return replace(
             self,
             adapters=copied(self.adapters),
@@ -234,7 +234,7 @@ def check_kind(peer: str, receipt: Receipt, version: str, kind: Kind) -> None:
 
 
 def arrived(request: R, is_pushed: bool) -> R:
-    """Returns a copy of a request as its server got it: packed, but for an input that another server has sent."""
+    """Returns a copy of a request as its server received it: packed, except for a pushed input."""
     if not is_pushed:
         return travelled(request, request.reply_codec)
     name = input_name(request)

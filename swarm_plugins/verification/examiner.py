@@ -65,7 +65,7 @@ class Examiner:
             SwarmError: If the server does not open what it has answered.
         """
         num_blocks, opening, grad = len(claim.blocks), None, None
-        # What it opens may be right whatever it has answered: alone, that speaks for no answer.
+        # Right openings prove nothing about an answer that is too short to compare.
         if claim.backward is None and not claim.can_tell(is_mixture=self._blocks.has_experts(claim.blocks)):
             return Finding(verdicts=[], where=where(claim.blocks))
         try:
@@ -156,7 +156,7 @@ class Examiner:
         adapters: tuple[LoadedAdapter, ...],
         answers: Sequence[Answer[SessionStep, SessionStepResponse]],
     ) -> Claim | None:
-        """Returns the claim about the fewest of the last answers that can be compared; None if all are too few."""
+        """Returns a claim about as few of the last answers as can be compared; None if they have too few tokens."""
         is_mixture = self._blocks.has_experts(range(forward.start, forward.end))
         for first in reversed(range(len(answers))):
             last = tuple((one.response.hidden, one.request.reply_codec) for one in answers[first:])
@@ -245,7 +245,7 @@ class Examiner:
 def _asked_until(
     answer: Answer[SessionStep, SessionStepResponse], sent: SentSession | None
 ) -> list[tuple[SessionStep, bool]]:
-    """Returns the steps up to an answer, or if they are not all known, the last one; and whose input was pushed."""
+    """Returns the steps up to an answer, or only the last if some are unknown, and whether each input was pushed."""
     if sent is None:
         return [(answer.request, answer.is_pushed)]
     # It grows while a check waits for its turn.

@@ -48,7 +48,7 @@ class UncheckableError(SwarmError):
 
 
 class UncheckableRequestError(UncheckableError):
-    """Of the same blocks, other requests can be checked."""
+    """This request cannot be checked; others for the same blocks can."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def packed(tensor: Tensor, codec: Codec) -> Tensor:
 
 
 def packed_apart(results: Tensor, answers: Sequence[tuple[Tensor, Codec]]) -> Tensor:
-    """Returns results, ``[B, S, D]``, as answers of these sizes would have brought them one by one."""
+    """Packs results, ``[B, S, D]``, step by step, as the answers were."""
     parts = results.split([answer.shape[1] for answer, _ in answers], dim=1)
     return torch.cat([packed(part, codec) for part, (_, codec) in zip(parts, answers, strict=True)], dim=1)
 

@@ -74,8 +74,8 @@ BACKWARD = {
 }
 """The same for gradients."""
 _ROUGH = Threshold(0.5, 0.75, 0.25)
-"""For a mixture's tokens behind others that two runs have cached, some of which rounding sent to other experts: there,
-an honest median came to 0.97 of its limit in bfloat16. What has nothing to do with the right answer scores about 1."""
+"""For a mixture's tokens behind ones that two runs have cached: rounding sent some of those to other experts, and an
+honest median reached 0.97 of the strict limit in bfloat16. Unrelated answers score about 1."""
 _TIED_SHARE = 0.02
 """Share of a mixture's tokens that may differ by more than the threshold: where two experts are nearly tied, rounding
 decides which one a router takes. In 16 bits this share is added for each block."""
@@ -138,7 +138,7 @@ class Comparison:
     num_blocks: int = 1
     """Blocks whose errors have piled up in the answer."""
     is_rough: bool = False
-    """Whether only answers that have little to do with the right ones are told from them; see `_ROUGH`."""
+    """Whether to detect only answers unrelated to the right ones; see `_ROUGH`."""
     mask: Tensor | None = None
     """``[B, L]``, False for padding, which does not count; the last ``S`` columns belong to what is compared."""
 

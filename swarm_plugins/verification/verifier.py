@@ -57,7 +57,7 @@ class Verifier(CheckingGuard):
         self._norms = NormRanges()
         self._shadows: weakref.WeakKeyDictionary[History, tuple[FollowedSession, When]] = weakref.WeakKeyDictionary()
         self._last: weakref.WeakKeyDictionary[History, deque[StepAnswer]] = weakref.WeakKeyDictionary()
-        """Copies of the last answers of sessions that are not followed, of those with few tokens."""
+        """Copies of the last short answers of sessions that are not followed."""
 
     async def examine(self, call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo, view: ServerView) -> None:
         """Checks an answer, or not; see `CheckingGuard`."""
@@ -142,11 +142,11 @@ class Verifier(CheckingGuard):
     async def _examine_unfollowed(
         self, call: StepCall, answer: StepAnswer, info: ServerInfo, examiner: Examiner, server: Server
     ) -> None:
-        """Checks a step of a session on a span that does not fit, or not."""
+        """Checks some of the steps of a session on a span that does not fit here."""
         sent, checker = call.session.sent, self.checker
         before = self._before(call.session.history, sent, answer)
         when = checker.when(server)
-        # The server repeats the whole session: rarely, then, when it is long.
+        # The server repeats the whole session, so long ones are checked rarely.
         is_due = when == "before" or checker.chance() * call.session.history.length <= answer.request.hidden.shape[1]
         if when == "never" or not is_due:
             return
@@ -154,7 +154,7 @@ class Verifier(CheckingGuard):
         await checker.run(server, when, repeat)
 
     def _before(self, history: History, sent: SentSession | None, answer: StepAnswer) -> list[StepAnswer]:
-        """Returns copies of the answers right before one, if that may be too short to be compared alone."""
+        """Returns copies of the answers right before one that may be too short to compare alone."""
         last = self._last.setdefault(history, deque(maxlen=MIN_ROUGH_TOKENS))
         is_next = last and sent is not None and len(sent.steps) > 1 and sent.steps[-2][0] is last[-1].request
         if not is_next:
@@ -163,7 +163,7 @@ class Verifier(CheckingGuard):
         if answer.request.hidden.shape[:2].numel() < MIN_ROUGH_TOKENS:
             last.append(_copied(answer))
             return before
-        # A prompt: its many tokens would hide a few wrong ones behind them.
+        # A prompt's many tokens would hide a few wrong ones.
         last.clear()
         return []
 
@@ -191,7 +191,7 @@ def make_guard(
 
 
 def _copied(answer: StepAnswer) -> StepAnswer:
-    """Returns a copy: the answer is its caller's now."""
+    """Returns a copy, since the caller owns the answer now."""
     return answer._replace(response=travelled(answer.response, "none"))
 
 

@@ -34,7 +34,7 @@ def tensor_name(part: str) -> str:
 
 
 class PackedWeight(HollowWeight):
-    """The weight of a layer in few bits as PEFT sees it: wide, and without values."""
+    """The weight of a layer in few bits as PEFT sees it: wide and without values."""
 
     refusal = (
         "the weight of a linear layer in few bits was read or written ({what}); there are only codes of it. Merging, "
@@ -58,12 +58,12 @@ class PackedWeight(HollowWeight):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's cannot be set either
-        """None: those of codes and scales count, which are buffers."""
+        """Zero: codes and scales are buffers, which count themselves."""
         return 0
 
 
 class PackedLinear(HollowModule, nn.Linear):
-    """A linear layer made of the stored parts of a weight, which are its buffers; it takes PEFT's adapters.
+    """A linear layer whose buffers are the stored parts of a weight; it takes PEFT's adapters.
 
     ``weight`` is hollow. A kernel that keeps the weight in an object of a library leaves the codes hollow, too.
     """

@@ -17,7 +17,7 @@ NF4: Literal["nf4"] = "nf4"
 WIDTHS: tuple[Width, ...] = (2, 3, 4, 8, 16, NF4, "2dq", "3dq", "4dq")
 """Widths of weights."""
 QUANT_METHOD = "swarm_plugins"
-"""The quantization that the config of a quantized store names, so that others know whose format it is."""
+"""``quant_method`` in the config of a quantized store, which tells other readers whose format it is."""
 GROUP_SIZES: Mapping[Width, int] = {4: 64, 3: 64, 2: 32, NF4: 64, "4dq": 64, "3dq": 64, "2dq": 16}
 """Columns that share a scale, by width; 8 bits have one per row.
 

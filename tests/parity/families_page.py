@@ -68,7 +68,7 @@ The types of causal language models of transformers {version}, by `model_type`. 
 on a swarm: a tiny random model of each, on two servers, gives the tokens, logits and gradients of the local one. The
 others are refused when they are loaded, with the reason. With another release of transformers, or a type of your own,
 servers and clients first try a small random model of the config, cut in two, and refuse the model if its logits or
-gradients differ from those of the whole model. This check takes a few seconds and uses no images.
+gradients differ from those of the whole model. This takes a few seconds; images are not compared.
 
 Each of them is compared in beam search, with drafts, with prompts in chunks, with copies of a cache that go on by
 themselves, with LoRA, and when a server is killed. Refused are LoRA on `gpt2`, `gpt-sw3` and `openai-gpt` (weights

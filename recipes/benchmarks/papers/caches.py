@@ -29,9 +29,9 @@ def counted(uses: Uses, num_experts: int, size: int) -> list[bool]:
 
 
 def best_possible(uses: Uses, num_experts: int, size: int) -> list[bool]:
-    """Keeps the experts that are needed again first, which no rule can beat (Belady 1966).
+    """Keeps the experts needed soonest, an upper bound for any policy (Belady 1966).
 
-    Also before those that the token uses: these may run from buffers beside the cache, as the paper's do.
+    A token's own experts may be dropped too: they can run from buffers outside the cache, as in the paper.
     """
     found, cached = [], set[int]()
     for experts, upcoming in zip(uses, _next_uses(uses, num_experts), strict=True):

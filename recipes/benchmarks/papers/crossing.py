@@ -50,7 +50,7 @@ def bench_crossing(
         SwarmError: If tokens differ.
     """
     local, _ = load_models(directory, None)
-    # The texts of offloading's rounds, the first of which warms up and does not count.
+    # Same texts as the offloading rounds; the first round is a warm-up.
     prompts = [
         prompt_tokens(directory, length=PROMPT_TOKENS, vocab_size=local.config.vocab_size, shift=shift)
         for shift in range(rounds + 1)

@@ -43,6 +43,6 @@ def find_function(name: str | None) -> Callable[[Any], object] | None:
 
 
 def find_own_modules() -> None:
-    """Makes modules of the working directory importable, as they are for ``python`` itself."""
+    """Makes modules in the working directory importable, as ``python`` itself does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -39,7 +39,7 @@ class Answer(NamedTuple, Generic[Request, Response]):
     """What it was asked, as if all of that had come from here."""
     response: Response
     is_pushed: bool = False
-    """Whether another server has sent the request's input: that has arrived as it is here, however it was packed."""
+    """Whether another server sent the request's input. It then arrived exactly as it is here, however it was packed."""
 
 
 class Ahead(Protocol):

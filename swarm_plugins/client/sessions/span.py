@@ -43,7 +43,7 @@ class SentSession:
 
     opened: SessionOpen
     steps: list[tuple[SessionStep, bool]] = field(default_factory=list)
-    """Those that were answered, and whether another server has sent their input; grows with the session."""
+    """Answered steps, and whether another server sent their input; grows with the session."""
 
 
 class SpanSession:
@@ -86,7 +86,7 @@ class SpanSession:
         return self.channel is None and bool(self.history.steps)
 
     def own(self, inputs: SpanInputs) -> SpanInputs:
-        """Returns inputs as those of its blocks, which may have states, as far as its server has said so."""
+        """Returns the inputs for this span's blocks, marked if its server announces states."""
         info = self._servers.view.said(self.peer)
         return replace(inputs, blocks=self.blocks, has_states=info is not None and info.has_states)
 

@@ -57,7 +57,7 @@ def write_lora(checkpoint: Checkpoint, adapter: AdapterFolder, out: Path) -> Non
     architecture = architecture_of(config)
     merging = MergingAdapter(adapter, meta_model(config, dtype_of(checkpoint)))
     named = name_map(architecture, config.num_hidden_layers)
-    # Zero is not written: llama.cpp takes it for a file without an alpha.
+    # llama.cpp reads a zero as a missing alpha.
     alpha = float(getattr(merging.config, "lora_alpha", 1.0)) or 1.0
     entries: list[Entry] = []
     for name, a, b, scaling in _products(merging):

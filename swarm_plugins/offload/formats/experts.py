@@ -35,7 +35,7 @@ def expert_format(
 class PlainFormat:
     """Experts in a floating type; weights stay as in the checkpoint, or are cast once when they are read.
 
-    Biases keep their type: they are cast to that of the product when they are added.
+    Biases keep their type and are cast when they are added.
     """
 
     def __init__(self, stored: BufferLayout, dtype: torch.dtype, *, is_transposed: bool = False) -> None:

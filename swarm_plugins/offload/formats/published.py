@@ -26,7 +26,7 @@ class PublishedExperts(PackedFormat):
         others = [Part(spec.name, spec.dtype, spec.shape) for spec in stored.tensors if "." not in spec.name]
         super().__init__(formats, others, device)
         self._formats = formats
-        in_file = {(spec.name, spec.dtype) for spec in stored.tensors}  # some files call bytes something else
+        in_file = {(spec.name, spec.dtype) for spec in stored.tensors}  # some files store bytes as another type
         if self.computed is self.stored and all((spec.name, spec.dtype) in in_file for spec in self.computed.tensors):
             self.computed = stored
         self.stored = stored

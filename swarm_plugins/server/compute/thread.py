@@ -252,7 +252,8 @@ class ComputeThread:
     def _training_before(self, current: Call | Step, had_s: float) -> Call | None:
         """Returns the training of another peer that goes before a step that takes long, if there is one.
 
-        Training never interrupts training: both graphs would take memory. The server's own waits too: it changes spans.
+        Training never interrupts training: both graphs would take memory. The server's own work, which changes spans,
+        waits as well.
         """
         if not isinstance(current, Step):
             return None

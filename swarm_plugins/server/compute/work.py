@@ -32,7 +32,7 @@ LITTLE = Load()
 """Of what computes on no tokens: cache operations, norms, checks. It is charged for, but teaches no pace."""
 
 OnChunk = Callable[[Sequence[SpanOutputs]], None]
-"""Gets the outputs of a step so far, on the compute thread, before its next chunk makes room. It must not raise."""
+"""Called on the compute thread with a step's outputs so far, before its next chunk makes room. Must not raise."""
 
 Parts = Generator[None, None, T]
 """A function in parts: other work may run wherever it yields; it returns the result."""

@@ -22,7 +22,7 @@ from swarm_plugins.server.state.sessions import Session
 log = logging.getLogger(__name__)
 
 Run = Callable[..., Awaitable[SpanOutputs]]
-"""Runs a step; takes `Step.on_chunk`, too."""
+"""Runs a step; accepts `Step.on_chunk`."""
 
 
 async def run_beginning(service: Service, session: Session, inputs: StepInputs, run: Run) -> tuple[SpanOutputs, int]:
@@ -81,7 +81,7 @@ def _keep_part(
     known: Sequence[Tensor],
     outputs: Sequence[SpanOutputs],
 ) -> None:
-    """Keeps the pages of a step that has run in part, whose next chunk frees what has left a window. Never raises."""
+    """Keeps pages of a partly run step before its next chunk frees those outside the window. Never raises."""
     parts = [*known, *(one.hidden for one in outputs)]
     if sum(part.shape[1] for part in parts[:-1]) >= len(keys) * PAGE_TOKENS:
         return

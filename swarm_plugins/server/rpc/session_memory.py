@@ -97,7 +97,7 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> int
 
 @contextlib.contextmanager
 def room(service: Service, peer: str, asked: int, session: Session | None = None) -> Iterator[None]:
-    """Keeps room for ``asked`` bytes more of a session's cache; for that it closes sessions whose lease is over.
+    """Reserves ``asked`` more bytes for a session's cache, closing sessions with expired leases if needed.
 
     Raises:
         CapacityError: If they do not fit even then, or make one peer's caches too large; nothing is closed then.

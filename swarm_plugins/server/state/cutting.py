@@ -81,7 +81,7 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Por
 
 
 def check_together(inputs: SpanInputs, cached: int, spec: SpanSpec, limits: RunLimits) -> None:
-    """Checks the new tokens of a session, after ``cached`` ones, of which some may have to run at once.
+    """Checks that those new tokens of a session, after ``cached`` ones, that must run at once fit in memory.
 
     Raises:
         CapacityError: If these take more memory than a run may.

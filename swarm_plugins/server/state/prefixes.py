@@ -114,7 +114,7 @@ class PrefixStore:
     def restore(self, cache: KVCache, keys: Sequence[bytes], num_new: int = 0) -> list[Tensor]:
         """Appends the pages that are known, from the first on, to a session's cache; returns their outputs.
 
-        There is room for ``num_new`` tokens then, those of the pages and what follows them.
+        Makes room for ``num_new`` tokens: those of the pages and what follows them.
         """
         pages: list[_Page] = []
         for key in keys:

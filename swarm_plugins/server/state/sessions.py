@@ -75,7 +75,7 @@ class Session:
 
 @dataclass(eq=False)
 class _Growth:
-    """What a session may take at most while a step runs."""
+    """The most a session may hold while a step runs."""
 
     peer: str
     most_bytes: int
@@ -83,7 +83,7 @@ class _Growth:
 
     @property
     def num_left(self) -> int:
-        """Bytes of it that the session does not hold yet: a long step takes them chunk by chunk."""
+        """Bytes the session may still take; a long step takes them chunk by chunk."""
         return max(0, self.most_bytes - (0 if self.session is None else self.session.held_bytes))
 
 
@@ -154,7 +154,7 @@ class SessionTable:
 
     @contextlib.contextmanager
     def growing(self, peer: str, amount: int, session: Session | None = None) -> Iterator[None]:
-        """Counts what a session of ``peer``, or one that is about to open, has not taken yet of ``amount``."""
+        """Reserves ``amount`` bytes for a session of ``peer``, or one about to open, less what it has taken of them."""
         growth = _Growth(peer, amount + (0 if session is None else session.held_bytes), session)
         self._growths[growth] = None
         try:
@@ -226,7 +226,7 @@ def _rows_after(op: CacheOp, batch_size: int) -> int:
 
 
 def selected_rows(ops: tuple[CacheOp, ...], batch_size: int) -> list[int] | None:
-    """Returns the rows after checked operations, by their indices before; None if all are where they were."""
+    """Returns the old index of each row after checked operations; None if no row moves."""
     rows = np.arange(batch_size)
     for op in ops:
         if op.kind == "repeat":

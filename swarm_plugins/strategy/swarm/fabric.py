@@ -73,11 +73,11 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         self.average([one for part in self._modules for one in part.parameters() if one.requires_grad])
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Models that `from_pretrained` has loaded are in evaluation mode, and may be trained so.
+        # `from_pretrained` leaves models in evaluation mode, in which they may be trained.
         if not torch.is_grad_enabled() or self.run_id is None:
             return
         if not any(one.requires_grad for one in module.parameters()):
-            return  # a teacher's, say
+            return  # a frozen model, such as a teacher
         if self.shared_run is None:
             run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)
             run.start(self._resumed_run)
@@ -89,7 +89,7 @@ class FabricStrategy(SwarmMember, FabricStrategyBase, _Base):
         self._samples += 1 if rows is None else rows.shape[0]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Makes a step, and one of the run that is trained together; the first forward with gradients has joined it."""
+        """Makes a step, also in the run trained together, which the first forward with gradients joined."""
         if self.shared_run is None:
             return super().optimizer_step(optimizer, **kwargs)
         output = super().optimizer_step(optimizer, **kwargs)

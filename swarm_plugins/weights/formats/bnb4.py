@@ -41,7 +41,7 @@ class Bnb4Format(PublishedFormat):
     """``nf4`` or ``fp4``."""
     is_nested: bool
     storage: torch.dtype = torch.uint8
-    """What the file says that the bytes of codes are (``bnb_4bit_quant_storage``; FSDP shards floats alone)."""
+    """Type under which the file stores the bytes of codes (``bnb_4bit_quant_storage``; FSDP shards only floats)."""
     block: int = 64
     nested_block: int = 256
 

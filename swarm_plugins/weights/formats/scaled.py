@@ -33,7 +33,7 @@ class ScaledFormat(PublishedFormat):
     unit: float = 1.0
     """Multiplies each product of code and scale; 1 / 127 where scales are maxima of rows."""
     has_scales_as_bytes: bool = False
-    """Whether the file says uint8 of scales that are e8m0."""
+    """Whether the file stores e8m0 scales as uint8."""
 
     def __post_init__(self) -> None:
         if min(self.block) < 1:

@@ -83,7 +83,7 @@ class CompressedTensorsMethod(Method):
             )
         self._expressions = {one: Target(one.removeprefix("re:")) for one in expressions}
         targets = {target: group for group in self._groups for target in group.targets}
-        # The order of compressed-tensors, whichever group comes first: names, then expressions, each by their text.
+        # As in compressed-tensors, the order of groups does not matter: names, then expressions, each sorted.
         self._targets = dict(sorted(targets.items(), key=lambda item: ("re:" in item[0], item[0])))
 
     @property
@@ -114,7 +114,7 @@ class CompressedTensorsMethod(Method):
         return scaled(shape, torch.float8_e4m3fn if args.type == "float" else torch.int8, scales, block)
 
     def _group_of(self, name: str) -> _Group:
-        """Returns the group of the first target that names a module, or else the one of all linear layers."""
+        """Returns the group of the first matching target, or else that for all linear layers."""
         for target, group in self._targets.items():
             if target == name or (target in self._expressions and self._expressions[target].matches(name)):
                 return group

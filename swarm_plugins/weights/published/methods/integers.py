@@ -18,7 +18,7 @@ class _Gptq(msgspec.Struct, frozen=True):
     group_size: int
     format: str = "gptq"
     checkpoint_format: str | None = None
-    """What ``format`` was called before; goes before it, as in transformers."""
+    """Older name of ``format``; takes precedence, as in transformers."""
     dynamic: dict[str, Any] | None = None
 
 
@@ -66,7 +66,7 @@ class _Awq(msgspec.Struct, frozen=True):
     group_size: int
     format: str = "gemm"
     version: str | None = None
-    """What ``format`` was called before; goes before it, as in transformers."""
+    """Older name of ``format``; takes precedence, as in transformers."""
     zero_point: bool = True
 
 
