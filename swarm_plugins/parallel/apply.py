@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import DistributedConfig, PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
@@ -117,11 +119,28 @@ def parallelize(
     if ranks.shape[1] > 1:
         slice_dense_layers(mixture, parallelism.batch_mesh["tp"])
     _introduce(mixture, parallelism)
+    _watch_optimizers()
     remember(mixture, parallelism)
     undivided = undivided_text(layouts)
     if undivided and ep_size == "auto" and dist.get_rank() == 0:
         log.warning("%s", undivided)
     return model
+
+
+@cache  # once per process
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_leave_kernels_for_many_tensors)
+
+
+def _leave_kernels_for_many_tensors(optimizer: Optimizer, *_: Any) -> None:
+    """Has an optimizer update parameters one by one where experts and other parameters share a group.
+
+    Torch's kernels for many tensors, its default on CUDA, take none that lie on different meshes, or on a mesh and on
+    none (torch 2.13). Before each step, since loading a state brings its options along.
+    """
+    for group in optimizer.param_groups:
+        if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
+            group.update({option: False for option in ("foreach", "fused") if group.get(option, False) is not False})
 
 
 def _device_type(model: nn.Module) -> str:

@@ -96,7 +96,7 @@ def check_dense_slices(model: PreTrainedModel, tp_size: int) -> None:
     """Raises unless the dense layers can be divided over the ranks that share a batch.
 
     Raises:
-        UnsupportedError: If the family has no tensor-parallel plan.
+        UnsupportedError: If the family has no tensor-parallel plan, or a layer cannot be sliced by it.
         ConfigError: If the ranks do not divide the attention heads.
     """
     plan = _dense_plan(model)
@@ -109,6 +109,12 @@ def check_dense_slices(model: PreTrainedModel, tp_size: int) -> None:
             raise UnsupportedError(
                 f"{name} has an adapter ({type(module).__name__}), and tensor-parallel ranks would not slice what is "
                 "inside: parallelize the model first, then wrap it; or give the mesh no dimension named 'tp'"
+            )
+    for name, module in model.named_modules():
+        if name.endswith(".act_fn") and any(True for _ in module.parameters()):
+            raise UnsupportedError(
+                f"{name} ({type(module).__name__}) has parameters, and each tensor-parallel rank would train them with "
+                "the gradient of its slice: use another activation, or give the mesh no dimension named 'tp'"
             )
     config = model.config.get_text_config()
     heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}

@@ -56,11 +56,12 @@ class Tuner(pl.LightningModule):
         lora: bool = False,
         late: bool = False,
         manual: bool = False,
+        raw: bool = False,
         experts: str = "grouped_mm",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.automatic_optimization = not manual
+        self.automatic_optimization = not (manual or raw)
         self.losses: list[float] = []
         if not late:
             self.build()
@@ -87,10 +88,12 @@ class Tuner(pl.LightningModule):
         self.log("train_loss", loss.detach(), on_step=True, sync_dist=True, batch_size=len(batch))
         self.losses.append(float(loss.detach()))
         if not self.automatic_optimization:
-            self.manual_backward(loss / 2)
+            raw = self.hparams["raw"]  # by what Lightning does not see
+            (Tensor.backward if raw else self.manual_backward)(loss / 2)
             if index % 2:
-                optimizer: Any = self.optimizers()
-                self.clip_gradients(optimizer, CLIP, "norm")
+                optimizer: Any = self.optimizers(use_pl_optimizer=not raw)
+                if not raw:
+                    self.clip_gradients(optimizer, CLIP, "norm")
                 optimizer.step()
                 optimizer.zero_grad()
         return loss
@@ -141,10 +144,12 @@ def train(
     strategy: Any, batches: int, devices: int, folder: Path | None = None, resume: Path | None = None, **how: Any
 ) -> tuple[Tuner, pl.Trainer]:
     """Trains; ``batches`` is the number of ranks with a batch of their own."""
-    names = ("family", "lora", "late", "manual", "experts")
+    names = ("family", "lora", "late", "manual", "raw", "experts")
     module = Tuner(**{name: how.pop(name) for name in names if name in how})
     if module.hparams["manual"]:
         how |= {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 3}
+    if module.hparams["raw"]:
+        how |= {"accumulate_grad_batches": 1, "gradient_clip_val": None, **epochs(1)}
     one = trainer(strategy, devices, folder, **how)
     one.fit(module, rows(batches), rows(batches, VALIDATION), ckpt_path=resume)
     return module, one
@@ -274,7 +279,7 @@ def by_fabric(folder: Path) -> dict[str, float]:
     state = {"model": model, "optimizer": optimizer, "step": 0}
     second.load(folder / "fabric.ckpt", state)
     assert state["step"] == 3
-    fabric_steps(second, model, optimizer, loader)
+    fabric_steps(second, model, optimizer, loader, Tensor.backward)
     errors["loaded"] = largest(whole_state(model), whole_state(plain))
     return errors
 
@@ -284,11 +289,11 @@ def model_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
 
 
-def fabric_steps(fabric: Fabric, model: Any, optimizer: Any, loader: Any) -> None:
+def fabric_steps(fabric: Fabric, model: Any, optimizer: Any, loader: Any, backward: Any = None) -> None:
     for index, batch in enumerate(loader):
         is_last = index % 2 == 1
         with fabric.no_backward_sync(model, enabled=not is_last):
-            fabric.backward(model(input_ids=batch, labels=batch).loss / 2)
+            (backward or fabric.backward)(model(input_ids=batch, labels=batch).loss / 2)
         if is_last:
             fabric.clip_gradients(model, optimizer, max_norm=CLIP)
             optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -148,6 +149,20 @@ def step(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
     logits = model(rows).logits
     loss_of(logits, rows).backward()
     return {"logits": logits, **grads_of(model)}
+
+
+def optimizer_steps(cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]]) -> list[float]:
+    """For each optimizer and its options, with CUDA's defaults: the largest difference from one process."""
+    found = []
+    with patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]):
+        for cls, options in cases:
+            models = parallel(ep_size=[2, 4]), mixture()
+            optimizers = [cls(model.parameters(), lr=0.1, eps=1e-4, **options) for model in models]
+            compare(*models)
+            for optimizer in optimizers:
+                optimizer.step()
+            found.append(max(relative(whole(a), b) for a, b in zip(*(one.parameters() for one in models), strict=True)))
+    return found
 
 
 def largest_gradient(values: list[float]) -> list[float]:

@@ -16,9 +16,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"ep_size": [1, 2]}, {"family": "prmoe", "late": True, "precision": "64-true", "experts": "eager"}),
     ({}, {"lora": True, "manual": True}),
     ({"tp_size": 2}, {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}),
+    ({}, {"raw": True}),
     ({"expert_slices": 2}, {"precision": "bf16-mixed"}),
 ]
-IDS = ["mixtral", "prmoe-late-float64", "lora-manual", "tp-clip-by-value", "slices-bf16"]
+IDS = ["mixtral", "prmoe-late-float64", "lora-manual", "tp-clip-by-value", "raw", "slices-bf16"]
 
 
 @pytest.fixture(scope="module")

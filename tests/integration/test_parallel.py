@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parallel_checks import equal_to_one_process, largest_gradient, messages, same_bits, with_capacity
+import torch
+from parallel_checks import (
+    equal_to_one_process,
+    largest_gradient,
+    messages,
+    optimizer_steps,
+    same_bits,
+    with_capacity,
+)
 from parallel_kit import run_ranks
 
 # The ranks are forked from one process that has imported everything.
@@ -55,6 +63,13 @@ def test_logits_gradients_and_their_norm_are_those_of_one_process(world_size: in
     for errors in run_ranks(world_size, equal_to_one_process, cases):
         for case, one in zip(cases, errors, strict=True):
             assert max(one.values()) < 1e-4, (case, one)
+
+
+def test_optimizers_make_the_steps_of_one_process_whatever_kernels_they_would_take() -> None:
+    options: list[dict[str, bool]] = [{}, {"foreach": True}, {"fused": True}]
+    cases = [(cls, one) for cls in (torch.optim.AdamW, torch.optim.Adagrad) for one in options]
+    for found in run_ranks(4, optimizer_steps, cases):
+        assert max(found) < 1e-3
 
 
 def test_the_largest_gradient_is_that_of_all_ranks_and_no_number_is_lost() -> None:

@@ -274,10 +274,12 @@ class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
         return torch.stack([load_balancing_loss(one, picks, mask).to(home) for one in router_logits]).sum()
 
     def _trains_routers(self) -> bool:
-        """Returns whether a load-balancing loss would teach a router: not if an adapter is trained over frozen ones."""
+        """Returns whether a load-balancing loss would teach a router: not if all are frozen."""
         if not self.training or not self.config.router_aux_loss_coef:
             return False
-        return any(one.weight.requires_grad for one in self.modules() if isinstance(one, PRMoETopKRouter))
+        # Also by an adapter, which freezes the router's own weight.
+        gates = [one.gate for one in self.modules() if isinstance(one, PRMoESparseMoeBlock)]
+        return any(parameter.requires_grad for gate in gates for parameter in gate.parameters())
 
 
 def _share_of_step(labels: Tensor | None, num_items: Tensor | int | None) -> Tensor | float:

@@ -13,7 +13,7 @@ from swarm_plugins.parallel import gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
 from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember
-from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
+from swarm_plugins.strategy.expert_parallel.state import load_whole_state
 from swarm_plugins.strategy.reading import FabricStrategyBase, check_weights_only, readable
 
 if TYPE_CHECKING:
@@ -68,29 +68,13 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, FabricStrategyBase, _Ba
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Lets an optimizer load whole tensors."""
-        optimizer.register_load_state_dict_pre_hook(distribute_optimizer_state)
+        """Lets an optimizer load whole tensors, and step with the gradients of all ranks."""
+        self.prepare(optimizer)
         return optimizer
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Does nothing: no backward pass synchronizes."""
         return contextlib.nullcontext()
-
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Computes this rank's gradients; they are synchronized before the next step or clipping."""
-        super().backward(tensor, module, *args, **kwargs)
-        self._num_backwards += 1
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps with the gradients of all ranks; accumulated ones are sent once."""
-        closure = kwargs.pop("closure", None)
-        if closure is None:
-            self.synchronize(self._module, optimizer)
-        else:
-            kwargs["closure"] = self.after(closure, self._module, optimizer)
-        output = super().optimizer_step(optimizer, **kwargs)
-        self.stepped(optimizer)
-        return output
 
     def clip_gradients_norm(
         self,

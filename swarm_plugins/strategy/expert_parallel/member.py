@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel import clip_gradients, parallelism_of, parallelize, synchronize_gradients
@@ -22,10 +22,13 @@ from swarm_plugins.parallel.meshes import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.mixture import find_mixture
 from swarm_plugins.parallel.state import is_parallel
 from swarm_plugins.strategy.batches import ending_together
-from swarm_plugins.strategy.expert_parallel.state import whole_optimizer_state
+from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, whole_optimizer_state
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _OPTIONS = ("ep_size", "ep_implementation", "expert_slices", "tp_size", "ranks_per_node", "timeout_s")
+# Parameter -> whether its gradient is that of all ranks; any backward pass makes it False. One for all strategies:
+# hooks of an earlier one must not divide the gradients again.
+_IS_SYNCHRONIZED = WeakIdKeyDictionary()
 
 
 class ExpertParallelMember:
@@ -35,7 +38,9 @@ class ExpertParallelMember:
     world_size: Any
     global_rank: Any
     root_device: Any
+    reduce_boolean_decision: Any
     _accelerator: Any
+    _module: Any
 
     def __init__(
         self,
@@ -60,11 +65,8 @@ class ExpertParallelMember:
         self.tp_size = tp_size
         self.ranks_per_node = ranks_per_node
         self.timeout_s = timeout_s
-        self._num_backwards = 0
-        # Optimizer -> backward passes when the gradients of its parameters were last synchronized.
-        self._synchronized: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # Optimizer -> its gradients and their versions at the last clipping. Dropped when it steps.
-        self._clipped: WeakKeyDictionary[Optimizer, list[tuple[TensorWeakRef, int]]] = WeakKeyDictionary()
+        # Optimizer -> its gradients at the last clipping. Dropped when it steps.
+        self._clipped: WeakKeyDictionary[Optimizer, list[TensorWeakRef]] = WeakKeyDictionary()
 
     @property
     def accelerator(self) -> Any:
@@ -118,35 +120,39 @@ class ExpertParallelMember:
             ConfigError: If gradients were added to after they were clipped.
             TransportError: If another rank is lost.
         """
-        if self._synchronized.get(optimizer, 0) == self._num_backwards or self._are_as_clipped(optimizer):
-            return
-        synchronize_gradients(module, parameters=parameters_of(optimizer))
-        self._synchronized[optimizer] = self._num_backwards
-
-    def _are_as_clipped(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer's gradients are unchanged since they were clipped.
-
-        Raises:
-            ConfigError: If others were added to them.
-        """
+        trained = [one for one in parameters_of(optimizer) if one.requires_grad]
+        is_new = _have_new_gradients(trained)
         now = {id(one.grad) for one in parameters_of(optimizer) if one.grad is not None}
-        clipped = [(one(), version) for one, version in self._clipped.get(optimizer, ())]
-        kept = [(one, version) for one, version in clipped if one is not None and id(one) in now]
-        if kept and (len(kept) < len(now) or any(one._version != version for one, version in kept)):
+        if is_new and any(id(grad()) in now for grad in self._clipped.get(optimizer, ())):
             # Gradients of experts would be divided by the number of batches twice.
             raise ConfigError(
                 "gradients were added to after they were clipped: clip once, right before optimizer.step(); "
                 "to leave out a step, call optimizer.zero_grad(set_to_none=True)"
             )
-        return bool(kept)
+        # A rank whose experts had no tokens may have none where others do.
+        if self.reduce_boolean_decision(is_new, all=False):
+            synchronize_gradients(module, parameters=trained)
+            _IS_SYNCHRONIZED.update(dict.fromkeys(trained, True))
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Notes that an optimizer has used its gradients."""
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Has an optimizer load whole tensors, and step with the gradients of all ranks, whatever calls it."""
+        optimizer.register_load_state_dict_pre_hook(distribute_optimizer_state)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.synchronize(self._module, optimizer)
+            return None
+        return args[:1], {**kwargs, "closure": self.after(closure, self._module, optimizer)}
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._clipped.pop(optimizer, None)
 
     def _note_clipped(self, optimizer: Optimizer) -> None:
         grads = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
-        self._clipped[optimizer] = [(TensorWeakRef(grad), grad._version) for grad in grads]
+        self._clipped[optimizer] = [TensorWeakRef(grad) for grad in grads]
 
     def after(self, closure: Callable[[], Any], module: nn.Module, optimizer: Any) -> Callable[[], Any]:
         """Returns an optimizer's closure that synchronizes the gradients it has computed."""
@@ -233,6 +239,15 @@ class ExpertParallelMember:
                 f"the model lies on a mesh with {found} along 'tp', the strategy has tp_size {self.tp_size}: give both "
                 "the same"
             )
+
+
+def _have_new_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+    """Returns whether a backward pass has reached any of the parameters since they were synchronized."""
+    for one in parameters:
+        if one not in _IS_SYNCHRONIZED:
+            _IS_SYNCHRONIZED[one] = False
+            one.register_post_accumulate_grad_hook(lambda used: _IS_SYNCHRONIZED.update({used: False}))
+    return any(one.grad is not None and not _IS_SYNCHRONIZED[one] for one in parameters)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

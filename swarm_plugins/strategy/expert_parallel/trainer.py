@@ -12,9 +12,10 @@ from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.parallel import gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
+from swarm_plugins.strategy.averaging import refuse_averaging
 from swarm_plugins.strategy.batches import check_batches
 from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember
-from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
+from swarm_plugins.strategy.expert_parallel.state import load_whole_state
 from swarm_plugins.strategy.reading import TrainerStrategyBase
 
 if TYPE_CHECKING:
@@ -37,6 +38,18 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, TrainerStrategyBase, _
             plugin.clip_grad_by_norm = lambda optimizer, limit: self.clip_norm(self._module, optimizer, limit)
             plugin.clip_grad_by_value = lambda optimizer, limit: self.clip_values(self._module, optimizer, limit)
 
+    def setup_environment(self) -> None:
+        """Starts the processes' group.
+
+        Raises:
+            ConfigError: If a callback averages weights.
+        """
+        refuse_averaging(
+            self._module.trainer,
+            "each rank holds only its own experts: leave it out, or average the tensors of several checkpoints",
+        )
+        super().setup_environment()
+
     def setup(self, trainer: Any) -> None:
         """Moves the module to its device, distributes its experts and makes the optimizers.
 
@@ -53,18 +66,12 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, TrainerStrategyBase, _
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                optimizer.register_load_state_dict_pre_hook(distribute_optimizer_state)
+                self.prepare(optimizer)
         self.setup_precision_plugin()
 
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Notes that there are gradients to synchronize before the next step."""
-        self._num_backwards += 1
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps with the gradients of all ranks; accumulated ones are sent once."""
-        output = super().optimizer_step(optimizer, self.after(closure, self._module, optimizer), model, **kwargs)
-        self.stepped(optimizer)
-        return output
+        """Synchronizes gradients before the hook ``on_before_optimizer_step``, then steps."""
+        return super().optimizer_step(optimizer, self.after(closure, self._module, optimizer), model, **kwargs)
 
     def on_train_start(self) -> None:
         """Checks that all ranks have as many batches."""

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import pytorch_lightning.callbacks as standalone
-from lightning.pytorch import callbacks as unified
-
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.strategy.averaging import refuse_averaging
 from swarm_plugins.strategy.batches import check_batches
 from swarm_plugins.strategy.reading import TrainerStrategyBase
 from swarm_plugins.strategy.swarm.inspection import check_placed, check_trainable
@@ -27,13 +24,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
 else:
     _Base = object
-
-_AVERAGING = (
-    unified.WeightAveraging,
-    unified.StochasticWeightAveraging,
-    standalone.WeightAveraging,
-    standalone.StochasticWeightAveraging,
-)
 
 
 class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
@@ -55,13 +45,11 @@ class TrainerStrategy(SwarmMember, TrainerStrategyBase, _Base):
             ConfigError: If a callback averages weights.
         """
         callbacks: list[Any] = self._module.trainer.callbacks
-        averaging = [type(one).__name__ for one in callbacks if isinstance(one, _AVERAGING)]
-        if averaging and self._module.trainer.state.fn == "fit":
-            raise ConfigError(
-                f"{averaging[0]} averages a copy of the whole module, but with this strategy blocks may be on a swarm, "
-                "and checkpoints hold only what is trained: leave it out, or average the trainable parameters in a "
-                "callback of your own"
-            )
+        refuse_averaging(
+            self._module.trainer,
+            "blocks may be on a swarm, and checkpoints hold only what is trained: leave it out, or average the "
+            "trainable parameters in a callback of your own",
+        )
         super().setup_environment()
         if self.run_id is not None and not any(isinstance(one, RunCallback) for one in callbacks):
             callbacks.insert(0, RunCallback(self))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from swarm_plugins.errors import ConfigError
@@ -119,6 +120,9 @@ def test_balance_counts_only_while_routers_are_trained() -> None:
     for layer in (1, 3):
         model.model.layers[layer].mlp.gate.weight.requires_grad_(False)
     assert model(ids, labels=ids).aux_loss is None
+    assert get_peft_model(small().train(), LoraConfig(target_modules=["q_proj"]))(ids, labels=ids).aux_loss is None
+    adapted = get_peft_model(small().train(), LoraConfig(target_parameters=["gate.weight"], target_modules=[]))
+    assert adapted(ids, labels=ids).aux_loss.requires_grad
 
 
 def test_classifier(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 import lightning.pytorch.plugins.precision as trainer_precision
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from swarm_plugins import ExpertParallelStrategy, FabricExpertParallelStrategy
@@ -52,6 +54,18 @@ def test_a_strategy_belongs_to_one_trainer(cls: Any) -> None:
     strategy.accelerator = object()
     with pytest.raises(ConfigError, match=r"belongs to another Trainer or Fabric: make a new one"):
         strategy.accelerator = object()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning
+@pytest.mark.parametrize(
+    "callback", [WeightAveraging(), EMAWeightAveraging(), StochasticWeightAveraging(0.1)], ids=lambda one: type(one)
+)
+def test_averages_of_the_whole_module_are_refused(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExpertParallelStrategy, "_configure_launcher", lambda _: None)  # sets variables
+    trainer = pl.Trainer(strategy=ExpertParallelStrategy(), callbacks=[callback], accelerator="cpu", logger=False)
+    with pytest.raises(ConfigError, match=rf"^{type(callback).__name__} averages a copy .* holds only its own experts"):
+        trainer.fit(BoringModel())
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "16-true"])
@@ -118,11 +132,11 @@ def test_gradients_are_clipped_once_all_of_them_are_there(monkeypatch: pytest.Mo
     monkeypatch.setattr(member, "synchronize_gradients", lambda module, parameters: synchronized.append(1))
     monkeypatch.setattr(member, "clip_gradients", lambda module, *_, **__: torch.tensor(1.0))
     strategy, layer, other = FabricExpertParallelStrategy(), nn.Linear(2, 1), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(layer.parameters())
+    monkeypatch.setattr(strategy, "reduce_boolean_decision", lambda decision, all: decision)
+    optimizer = strategy.setup_optimizer(torch.optim.SGD(layer.parameters()))
 
     def backward(module: nn.Module) -> None:
         module(torch.ones(1, 2)).sum().backward()
-        strategy._num_backwards += 1
 
     backward(layer)
     strategy.clip_norm(layer, optimizer, 1.0)
@@ -142,8 +156,14 @@ def test_gradients_are_clipped_once_all_of_them_are_there(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="added to after they were clipped"):
         strategy.synchronize(layer, optimizer)
     layer.bias.requires_grad_(True)
-    for forget in (optimizer.zero_grad, lambda: strategy.stepped(optimizer)):
+    for forget in (optimizer.zero_grad, optimizer.step):
         forget()
         backward(layer)
         strategy.clip_norm(layer, optimizer, 1.0)
     assert len(synchronized) == 4
+    optimizer.step()
+    backward(layer)
+    optimizer.step()
+    optimizer.step(lambda: backward(layer))
+    optimizer.step()
+    assert len(synchronized) == 6, "once after each of the backward passes, which nothing here has counted"
