@@ -197,7 +197,8 @@ class Norm:
         self._is_cpu = self._weight.device.type == "cpu"
         # A Python number would be turned into a tensor at each call.
         self._numbers = [
-            torch.tensor(number, dtype=torch.float32) for number in (float(len(self._weight)), self._epsilon)
+            torch.tensor(number, dtype=torch.float32, device="cpu")
+            for number in (float(len(self._weight)), self._epsilon)
         ]
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def model_from_tensors(
         source = {"device_map": device, "revision": getattr(config, "_commit_hash", None) or "main"}
     try:
         # Its report says what errors here say, unless weights may be missing.
-        with CONSTRUCTION, without_bars() if may_lack else quiet_transformers():
+        with CONSTRUCTION, torch.device("cpu"), without_bars() if may_lack else quiet_transformers():
             loaded: Any = _trimmed_class(model_class, trimmed).from_pretrained(
                 None if tensors is not None else name,
                 config=config,

@@ -147,7 +147,7 @@ class Checkpoint:
             CheckpointError: If a shard is missing, truncated or cannot be fetched.
         """
         infos = [self._info(name) for name in names]
-        buffers = {info.name: torch.empty(info.num_bytes, dtype=torch.uint8) for info in infos}
+        buffers = {info.name: torch.empty(info.num_bytes, dtype=torch.uint8, device="cpu") for info in infos}
         total = sum(buffer.numel() for buffer in buffers.values())
         ranges = {file: [(info.start, info.end) for info in some] for file, some in _by_file(infos).items()}
         missing = sum(self._files.to_fetch(file, some) for file, some in ranges.items()) if progress else 0

@@ -257,7 +257,7 @@ def _read_all(
     for layer, form in formats.items():
         for expert in experts:
             key = ExpertKey(layer, expert)
-            stored = torch.empty(form.stored.num_bytes, dtype=torch.uint8)
+            stored = torch.empty(form.stored.num_bytes, dtype=torch.uint8, device="cpu")
             pieces: defaultdict[str, list[Piece]] = defaultdict(list)
             for info, start, num_bytes, offset in store.pieces(key):
                 pieces[info.file].append(Piece(start, stored[offset : offset + num_bytes].numpy().data))
@@ -266,7 +266,7 @@ def _read_all(
             form.check(stored, key)
             computed = stored
             if form.computed is not form.stored:
-                computed = torch.empty(form.computed.num_bytes, dtype=torch.uint8)
+                computed = torch.empty(form.computed.num_bytes, dtype=torch.uint8, device="cpu")
                 form.convert(stored, computed)
             found[key] = form.computed.views(computed.to(device))
     return _Resident(found)

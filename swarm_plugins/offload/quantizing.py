@@ -167,8 +167,8 @@ class _LayerFormat:
 
     def buffers(self, bar: tqdm) -> Iterator[tuple[str, Tensor]]:  # type: ignore[type-arg]
         """Yields name and buffer of each expert, overwriting the buffer before."""
-        source = torch.zeros(self._source.num_bytes, dtype=torch.uint8)
-        target = torch.zeros(self.num_bytes, dtype=torch.uint8)
+        source = torch.zeros(self._source.num_bytes, dtype=torch.uint8, device="cpu")
+        target = torch.zeros(self.num_bytes, dtype=torch.uint8, device="cpu")
         for expert in range(self.num_experts):
             key = ExpertKey(self._index, expert)
             for one in self._store.ranges(key):

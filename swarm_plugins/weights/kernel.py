@@ -55,7 +55,7 @@ class Kernel(ABC):
         """Returns computed parts for stored ones: these themselves where nothing has to be converted."""
         if not self.is_converted:
             return dict(stored)
-        computed = {part.name: torch.empty(part.shape, dtype=part.dtype) for part in self.computed}
+        computed = {part.name: torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in self.computed}
         self.convert(stored, computed)
         return computed
 

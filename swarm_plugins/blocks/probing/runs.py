@@ -27,7 +27,8 @@ def run(cut: CutModel, hidden: Tensor, past: Past | None = None, ids: Tensor | N
 
 def random(cut: CutModel, generator: torch.Generator, num_rows: int, num_tokens: int) -> Tensor:
     """Returns random hidden states, ``[rows, tokens, D]``."""
-    return torch.randn(num_rows, num_tokens, cut.hidden_size, generator=generator).to(cut.device, cut.dtype)
+    shape = num_rows, num_tokens, cut.hidden_size
+    return torch.randn(shape, generator=generator, device=generator.device).to(cut.device, cut.dtype)
 
 
 def distance(one: Tensor, two: Tensor) -> float:

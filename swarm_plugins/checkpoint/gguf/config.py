@@ -296,7 +296,8 @@ def _llama3(base: float, head_dim: int, divisors: torch.Tensor) -> dict[str, Any
     factor = float(divisors.max())
     if not math.isfinite(factor) or factor < 1:
         return None
-    turns = base ** -(torch.arange(0, head_dim, 2, dtype=torch.double) / head_dim) / (2 * math.pi)  # a token
+    dimensions = torch.arange(0, head_dim, 2, dtype=torch.double, device="cpu")
+    turns = base ** -(dimensions / head_dim) / (2 * math.pi)  # a token
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     smooth = ((_LLAMA3["original_max_position_embeddings"] * turns - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)

@@ -158,7 +158,7 @@ def _divisors(files: CheckpointFiles, stored: tuple[GgufTensor, str] | None, lab
     tensor, file = stored
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_DIVISORS:
         raise CheckpointError(f"{_FREQUENCIES} in {label} is {list(tensor.shape)} of {tensor.kind}: fetch it again")
-    found = torch.empty(tensor.shape[0], dtype=torch.float32)
+    found = torch.empty(tensor.shape[0], dtype=torch.float32, device="cpu")
     files.read(file, [Piece(tensor.start, found.view(torch.uint8).numpy().data)], lambda _: None)
     return found
 

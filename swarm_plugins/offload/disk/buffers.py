@@ -36,7 +36,7 @@ def host_buffer(num_bytes: int) -> Tensor:
         OSError: If there is no memory.
     """
     if num_bytes < MIN_MAPPED_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     memory = _private(num_bytes + BLOCK_BYTES) or mmap.mmap(-1, num_bytes + BLOCK_BYTES)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 

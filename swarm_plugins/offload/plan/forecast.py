@@ -84,21 +84,18 @@ def forecast(
     *,
     fast_bytes: int,
     ram_bytes: int = 0,
-    bits_ratio: float = 1.0,
 ) -> Forecast:
     """Forecasts decoding of a model on a machine, with so many bytes for experts on the device and in pinned RAM.
 
-    Pinned RAM counts only where there is a link between two memories. ``bits_ratio`` is the size of a quantized expert
-    over its size in the checkpoint.
+    Pinned RAM counts only where there is a link between two memories.
     """
-    expert_bytes = sizes.expert_bytes * bits_ratio
-    token_bytes = sizes.token_bytes * bits_ratio
-    fast = min(1.0, fast_bytes / expert_bytes)
-    ram = min(1.0 - fast, ram_bytes / expert_bytes) if speeds.link_bytes_per_s else 0.0
+    fast = min(1.0, fast_bytes / sizes.expert_bytes)
+    ram = min(1.0 - fast, ram_bytes / sizes.expert_bytes) if speeds.link_bytes_per_s else 0.0
 
     def missed(hits: float, hits_below: float) -> tuple[float, float]:
         """Bytes copied and bytes read, for a token."""
-        return token_bytes * (1 - hits) if speeds.link_bytes_per_s else 0.0, token_bytes * (1 - hits_below)
+        copied = sizes.token_bytes * (1 - hits) if speeds.link_bytes_per_s else 0.0
+        return copied, sizes.token_stored_bytes * (1 - hits_below)
 
     def seconds(copied: float, read: float) -> float:
         moving = read / speeds.expert_bytes_per_s

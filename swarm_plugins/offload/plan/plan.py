@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate
 from swarm_plugins.offload.plan.sizes import ModelSizes, PackedProducts, model_sizes
 from swarm_plugins.sizes import format_bytes, size_of
 from swarm_plugins.weights.formats.plain import PlainFormat
+from swarm_plugins.weights.kernels.int4pack import is_native_order
 from swarm_plugins.weights.widths import WIDTHS, Width, num_bits, stored_bits
 
 RUNTIME_BYTES = 450_000_000
@@ -212,12 +213,21 @@ def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) 
     original_bits = num_bits(sizes.expert_bits)
     # Whole numbers only: by size and reads, nf4 is the same as 4.
     narrower = [bits for bits in WIDTHS if isinstance(bits, int) and bits < original_bits]
-    ratios = {bits: stored_bits_ratio(bits, original_bits) for bits in sorted(narrower, reverse=True)}
-    return tuple(
-        Alternative(
-            expert_bits=bits,
-            expert_bytes=round(sizes.expert_bytes * ratio),
-            forecast=forecast(sizes, speeds, fast_bytes=room, ram_bytes=ram_bytes, bits_ratio=ratio),
-        )
-        for bits, ratio in ratios.items()
-    )
+    # A CPU that takes codes in another order keeps them in at least 4 bits.
+    fewest = 4 if speeds.link_bytes_per_s is None and not is_native_order() else 0
+    found = []
+    for bits in sorted(narrower, reverse=True):
+        stored = stored_bits_ratio(bits, original_bits)
+        narrow = _narrowed(sizes, stored + max(0, fewest - bits) / original_bits, stored)
+        predicted = forecast(narrow, speeds, fast_bytes=room, ram_bytes=ram_bytes)
+        found.append(Alternative(expert_bits=bits, expert_bytes=narrow.expert_bytes, forecast=predicted))
+    return tuple(found)
+
+
+def _narrowed(sizes: ModelSizes, in_memory: float, stored: float) -> ModelSizes:
+    """Returns the sizes with quantized experts, by their shares of the original ones' size in memory."""
+    layers = [
+        replace(one, expert_bytes=round(one.expert_bytes * in_memory), stored_bytes=round(one.expert_bytes * stored))
+        for one in sizes.layers
+    ]
+    return replace(sizes, layers=tuple(layers))

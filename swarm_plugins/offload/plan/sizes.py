@@ -18,6 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
+from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.model.attach import formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.outline import stored_dtype
 from swarm_plugins.offload.plan.sessions import SessionSizes, cache_bytes, session_sizes
@@ -37,8 +39,10 @@ class ExpertLayer:
     layer: int
     num_experts: int
     expert_bytes: int
-    """Of one expert, as the checkpoint has it."""
+    """Of one expert in memory, as it is computed with."""
     experts_per_token: int
+    stored_bytes: int
+    """Of one expert in its file."""
 
     @property
     def num_bytes(self) -> int:
@@ -108,8 +112,13 @@ class ModelSizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of the experts that one token is computed with."""
+        """Of the experts that one token is computed with, in memory."""
         return sum(layer.experts_per_token * layer.expert_bytes for layer in self.layers)
+
+    @property
+    def token_stored_bytes(self) -> int:
+        """The same in files."""
+        return sum(layer.experts_per_token * layer.stored_bytes for layer in self.layers)
 
 
 def model_sizes(
@@ -140,8 +149,14 @@ def model_sizes(
     model.eval()
     experts = {layer: model.get_submodule(path) for layer, path in moe.paths.items()}
     found = _dry_run(model, experts, context_tokens, checkpoint.name)
-    layers = tuple(_expert_layer(moe, layer, module, found.picked[layer]) for layer, module in experts.items())
     where = torch.device("cpu") if device is None else device
+    formats = formats_of(moe, OffloadConfig(), where)
+    layers = tuple(
+        ExpertLayer(
+            layer, moe.store.num_experts[layer], form.computed.num_bytes, found.picked[layer], form.stored.num_bytes
+        )
+        for layer, form in formats.items()
+    )
     held = [] if moe.placing is None else held_weights(replace(moe.placing, experts={}), dtype, device=where)
     published = _published_sizes(moe, layers, held, where)
     in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
@@ -214,14 +229,6 @@ def _check_shapes(moe: MoeCheckpoint) -> None:
                 f"{name} in {info.file} has shape {list(info.shape)}, the config of {moe.checkpoint.name} asks for "
                 f"{list(expected)}: config and weights are of different checkpoints, fetch them again"
             )
-
-
-def _expert_layer(moe: MoeCheckpoint, layer: int, module: nn.Module, picked: int) -> ExpertLayer:
-    parameters = list(module.parameters())
-    num_bytes = sum(math.prod(parameter.shape[1:]) for parameter in parameters) * moe.dtype.itemsize
-    if moe.quantized is not None or layer in moe.packed:
-        num_bytes = moe.store.stored_layout(layer).num_bytes
-    return ExpertLayer(layer, parameters[0].shape[0], num_bytes, picked)
 
 
 class _DryRun(NamedTuple):

@@ -94,7 +94,7 @@ class Bnb4Format(PublishedFormat):
             found["nested_blocksize"], wanted["nested_blocksize"] = state.nested_blocksize, self.nested_block
         if found != wanted:
             raise ValueError(f"its quant_state says {found}, known is {wanted}")
-        parts = {**tensors, "offset": torch.tensor([state.nested_offset], dtype=torch.float32)}
+        parts = {**tensors, "offset": torch.tensor([state.nested_offset], dtype=torch.float32, device="cpu")}
         parts["codes"] = parts["codes"].view(torch.uint8).view(-1, 1)
         names = ["table", *(("nested_maxima", "nested_table", "offset") if self.is_nested else ("maxima",))]
         check_scales(parts, *names, may_be_zero=True)

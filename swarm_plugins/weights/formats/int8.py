@@ -11,6 +11,8 @@ from torch import Tensor
 from swarm_plugins.weights.stored import Part, QuantizingFormat
 
 _LEVELS = 127
+# Weights quantized at once, so that temporaries stay small.
+_CHUNK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,16 @@ class Int8Format(QuantizingFormat):
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         """Returns codes and scales; there is nothing to fit."""
-        wide = weight.detach().float()
-        scales = wide.abs().amax(dim=1) / _LEVELS  # [out]
-        codes = (wide / torch.where(scales == 0, 1.0, scales).unsqueeze(1)).round_().to(torch.int8)
-        return {"codes": codes, "scales": scales}
+        pieces = [_quantize(piece) for piece in weight.detach().split(max(1, _CHUNK_WEIGHTS // self.shape[1]))]
+        codes, scales = zip(*pieces, strict=True)
+        return {"codes": torch.cat(codes), "scales": torch.cat(scales)}
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return (parts["codes"].float() * parts["scales"].unsqueeze(1)).to(dtype)
+
+
+def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / _LEVELS  # [rows]
+    codes = (wide / torch.where(scales == 0, 1.0, scales).unsqueeze(1)).round_().to(torch.int8)
+    return codes, scales

@@ -57,7 +57,7 @@ class Int4PackKernel(Kernel):
         if not self.is_converted:
             return self.format.widen(parts, dtype)
         # Only the product knows the order of this CPU's codes.
-        return self._product(parts, torch.eye(self.format.shape[1], dtype=torch.bfloat16)).T.to(dtype)
+        return self._product(parts, torch.eye(self.format.shape[1], dtype=torch.bfloat16, device="cpu")).T.to(dtype)
 
     def _product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         height, width = self.format.padded_shape
@@ -89,6 +89,8 @@ def takes_groups(stored: GroupedFormat) -> bool:
 @lru_cache(maxsize=1)
 def is_native_order() -> bool:
     """Returns whether this CPU's product reads codes in the stored order."""
-    codes = torch.randint(16, (TILE_ROWS, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    # Models are also loaded where another device is the default: in `configure_model` of Lightning, for one.
+    codes = torch.randint(16, (TILE_ROWS, 16), generator=generator, dtype=torch.int32, device="cpu")
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     return torch.equal(packed.flatten(), to_tiles(codes.to(torch.uint8)).flatten())

@@ -32,9 +32,12 @@ from swarm_plugins.backbone.version import cached_commit
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.disk import read_queue
 from swarm_plugins.offload.model.experts import OffloadedWeight
 from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.weights.kernels import int4pack
+from swarm_plugins.weights.kernels.int4pack import is_native_order
 
 FEW = OffloadConfig(fast_bytes=60_000)
 
@@ -74,6 +77,25 @@ def test_the_type_may_be_named_as_in_transformers(name: str, directory: Path) ->
     model = load_offloaded(directory, OffloadConfig(fast_bytes=200_000), dtype=name, device="cpu")
     assert model.dtype == AutoModelForCausalLM.from_pretrained(directory, dtype=name).dtype
     assert logits(model).dtype == model.dtype
+
+
+@pytest.mark.parametrize("way", ["plain", "narrowed", "4-bit store"])
+def test_the_default_device_does_not_matter(
+    way: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_native_order.cache_clear()
+    settings, ids = FEW, tokens()
+    if way == "narrowed":
+        settings = OffloadConfig(fast_bytes=60_000, expert_bits=4, other_bits=4)
+        # Codes that a CPU takes in another order lie in buffers of their own.
+        monkeypatch.setattr(int4pack, "is_native_order", lambda: False)
+    # As in configure_model of a Trainer on a GPU, whose device is the default there.
+    with torch.device("meta"):
+        if way == "4-bit store":
+            quantize_checkpoint(directory, tmp_path / "store", expert_bits=4, other_bits=4, progress=False)
+            directory = tmp_path / "store"
+        found = load_offloaded(directory, settings, device="cpu")(ids).logits
+    assert torch.equal(found, logits(load_offloaded(directory, settings, device="cpu")))
 
 
 def test_experts_take_no_memory_and_are_frozen(model: PreTrainedModel) -> None:

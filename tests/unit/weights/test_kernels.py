@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.weights.choice import format_of, kernel_for
+from swarm_plugins.weights.formats import int8 as int8_format
 from swarm_plugins.weights.formats.groups import GroupedFormat, fold, from_tiles, to_tiles, unfold
 from swarm_plugins.weights.kernel import Kernel, multiply
 from swarm_plugins.weights.kernels import int4pack, int8
@@ -68,6 +72,30 @@ def test_bits_of_a_weight_are_bytes_over_weights(bits: Width) -> None:
     parts = format_of((rows, columns), bits).quantize(weight, is_fitted=False)
     row_scales = 4 * rows if bits == 8 else 0
     assert 8 * (sum(part.nbytes for part in parts.values()) - row_scales) / weight.numel() == stored_bits(bits)
+
+
+class _Floats(TorchDispatchMode):
+    """Notes the most floating numbers that an operation returns, other than views."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point() and not func.is_view:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def test_8_bits_widen_few_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(65, 31, dtype=torch.bfloat16)
+    weight[7] = 0
+    stored = format_of((65, 31), 8)
+    whole = stored.quantize(weight, is_fitted=False)
+    monkeypatch.setattr(int8_format, "_CHUNK_WEIGHTS", 100)
+    with _Floats() as made:
+        parts = stored.quantize(weight, is_fitted=False)
+    assert all(torch.equal(parts[name], one) for name, one in whole.items())
+    assert 0 < made.most <= 100
 
 
 def half_quadratic(weight: Tensor, levels: int, group: int) -> Tensor:
@@ -137,8 +165,10 @@ def test_a_cpu_with_another_order_of_codes_computes_the_same(bits: Width, monkey
     assert matrix.is_converted
     parts = computed(matrix, weight)
     assert torch.equal(matrix.product(parts, rows), expected)
-    # It is widened by a product with bfloat16 results.
-    torch.testing.assert_close(matrix.widen(parts, torch.float32), wide, rtol=BFLOAT16, atol=1e-6)
+    # It is widened by a product with bfloat16 results, whatever the default device.
+    with torch.device("meta"):
+        widened = matrix.widen(parts, torch.float32)
+    torch.testing.assert_close(widened, wide, rtol=BFLOAT16, atol=1e-6)
 
 
 def test_a_cpu_with_another_order_of_codes_widens_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,20 @@ def run(path: Path, part: tuple[int, int] | None) -> Tensor:
         return held.run(0, ROWS, {1: slice(0, 3)})
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_experts_in_memory_are_read_whatever_the_default_device(tmp_path: Path, bits: int | None) -> None:
+    save_toy("mixtral", tmp_path)
+    found = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            held = load_held_experts(
+                Checkpoint.open(tmp_path), range(1), range(2), device=torch.device("cpu"), bits=bits
+            )
+            found.append(held.run(0, ROWS, {1: slice(0, 3)}))
+            held.close()
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("is_store", [False, True], ids=["checkpoint", "store"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "aria_text"])
 def test_slices_add_up_to_the_whole_expert(tmp_path: Path, family: str, is_store: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ SPEEDS = Speeds(disk_bytes_per_s=1000.0 * MB, expert_bytes_per_s=1000.0 * MB, st
 def sizes(**changes: Any) -> ModelSizes:
     """8 layers of 8 experts of 10 MB, two picked: 640 MB, 160 MB a token."""
     values: dict[str, Any] = {
-        "layers": tuple(ExpertLayer(index, 8, 10 * MB, 2) for index in range(8)),
+        "layers": tuple(ExpertLayer(index, 8, 10 * MB, 2, 10 * MB) for index in range(8)),
         "num_layers": 8,
         "dtype": torch.bfloat16,
         "other_bytes": 100 * MB,
@@ -129,6 +130,18 @@ def test_narrower_experts_take_less_hit_more_and_read_less() -> None:
     forecasts = [plan.forecast, *(other.forecast for other in plan.alternatives)]
     assert all(wide.hit_ratio < narrow.hit_ratio for wide, narrow in itertools.pairwise(forecasts))
     assert all(wide.read_bytes > narrow.read_bytes for wide, narrow in itertools.pairwise(forecasts))
+
+
+@pytest.mark.parametrize(("link", "expected"), [(None, [320, 180, 180, 200]), (1e10, [320, 180, 140, 120])])
+def test_a_cpu_with_another_order_of_codes_keeps_narrow_ones_as_4_bits(
+    link: float | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "is_native_order", lambda: False)
+    planned = make_plan(sizes(), replace(SPEEDS, link_bytes_per_s=link), memory_bytes=FIXED + 100 * MB)
+    assert [other.expert_bytes // MB for other in planned.alternatives] == expected
+    # Files stay as narrow as they are.
+    last = planned.alternatives[-1].forecast
+    assert last.read_bytes == pytest.approx(30 * MB * (1 - hit_ratio(last.fast_share)))
 
 
 def test_widths_count_their_scales_and_no_width_is_wider_than_the_original() -> None:

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload import OffloadConfig, quantize_checkpoint
+from swarm_plugins.offload.model.attach import formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.plan.sizes import model_sizes
 from swarm_plugins.testing.models import save_tiny, tiny_model
@@ -20,6 +22,7 @@ from swarm_plugins.weights.formats.int8 import Int8Format
 from swarm_plugins.weights.formats.nibbles import NibblesFormat
 from swarm_plugins.weights.formats.scaled import ScaledFormat
 from swarm_plugins.weights.formats.stacked import StackedFormat
+from swarm_plugins.weights.kernels import int4pack
 from swarm_plugins.weights.linears import PackedLinear
 
 CONTEXT = 24
@@ -91,6 +94,21 @@ def test_packed_weights_count_as_what_they_become(way: str, tmp_path: Path) -> N
     # Two of four experts.
     in_linears = sum(one.out_features * one.in_features for one in linears)
     assert sum(one.num_weights for one in products) == 2 * sum(in_experts) + in_linears
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["avx512", "another order"])
+def test_experts_of_few_bits_count_as_they_lie_in_memory(
+    is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("mixtral", tmp_path / "plain", num_layers=2)
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "store", expert_bits=2, progress=False)
+    monkeypatch.setattr(int4pack, "is_native_order", lambda: is_native)
+    moe = MoeCheckpoint.open(tmp_path / "store")
+    formats = formats_of(moe, OffloadConfig(), torch.device("cpu"))
+    for layer in model_sizes(moe.checkpoint, context_tokens=CONTEXT).layers:
+        assert layer.expert_bytes == formats[layer.layer].computed.num_bytes
+        assert layer.stored_bytes == formats[layer.layer].stored.num_bytes
+        assert (layer.expert_bytes == layer.stored_bytes) == is_native
 
 
 def test_a_device_of_another_kind_repacks_nothing(tmp_path: Path) -> None:
