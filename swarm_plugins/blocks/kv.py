@@ -46,6 +46,8 @@ class KVPool:
         self.used_bytes = 0
         self.on_reserve: Callable[[], None] | None = None
         """Called when bytes have been taken; what only uses what is left gives way then."""
+        self.promised: Callable[[], int] = lambda: 0
+        """Returns the bytes that steps which were let in will still take: no spare room is made of them."""
 
     @property
     def free_bytes(self) -> int:
@@ -168,7 +170,7 @@ class KVCache:
         least = [Move(kept, *kept.place_for(self.length, needed, to_come)) for kept in due]
         ample = [move._replace(capacity=move.kept.ample(move.capacity)) for move in least]
         # By half where there is plenty of room, so that others still find some; else by the minimum.
-        moves = ample if self._pool.fits(2 * self._cost(ample)) else least
+        moves = ample if self._pool.fits(2 * self._cost(ample) + self._pool.promised()) else least
         if not self._pool.fits(self._cost(moves)):
             # Those that would only free memory can wait.
             moves = [move for move in least if needed - move.kept.first > move.kept.capacity]

@@ -116,7 +116,8 @@ def _check_routers(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
     is_ascending = all(one < two for one, two in itertools.pairwise(blocks))
     if len(blocks) != len(outputs.router_logits) or not is_ascending or not all(block in span for block in blocks):
         raise ProtocolError(
-            f"server {peer} returned router logits of blocks {blocks}, its span is {(span.start, span.stop)}"
+            f"server {peer} returned router logits of blocks {blocks[:8]} ({len(blocks)} in all), its span is "
+            f"{(span.start, span.stop)}"
         )
     for logits in outputs.router_logits:
         if logits.ndim != 2 or logits.shape[0] != inputs.num_tokens or not logits.is_floating_point():
@@ -155,6 +156,8 @@ def check_gradients(
     """Raises ProtocolError unless every requested gradient is present, finite, and like what it belongs to."""
     if request.needs_hidden:
         check_tensor(answer.grad_hidden, inputs.hidden, peer, "the gradient of the hidden states")
+    elif answer.grad_hidden is not None:
+        raise ProtocolError(f"server {peer} returned the gradient of the hidden states, which was not asked for")
     for name, got, want in (
         ("adapter", answer.grad_adapters, adapters if request.needs_adapters else ()),
         ("prefix", answer.grad_prefix, inputs.prefix if request.needs_prefix else ()),

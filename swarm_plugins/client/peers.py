@@ -7,8 +7,8 @@ import contextlib
 import functools
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -58,6 +58,8 @@ _OPEN = "open"
 """What opening a stream is called in observed paces."""
 _UPLOAD_UNIT_BYTES = 4096
 """Unit of work in the observed pace of uploads."""
+_SMALL_BYTES = 64 * 1024
+"""The kernel takes a request of this size at once, whatever its reader does."""
 
 
 class Peers:
@@ -121,16 +123,45 @@ class Peers:
             SwarmError: If no answer comes in time, or it is a failure or malformed.
         """
         started = time.perf_counter()
-        await self.post(channel, message)
+        await self.post(channel, message, work=work, units=units)
         return await self.collect(
             channel, message, kind, work=work, units=units, blocks=blocks, timeout_s=timeout_s, started=started
         )
 
-    async def post(self, channel: Channel, message: Message) -> None:
+    async def post(self, channel: Channel, message: Message, *, work: str, units: int) -> None:
         """Sends one message, packed as it wants its answer, which `collect` returns; raises like `exchange`."""
         codec: Codec = getattr(message, "reply_codec", "none")
-        with _as_lost_stream():
-            await channel.send(message, codec=codec)
+        peer, num_bytes = channel.remote_peer, tensor_bytes(message)
+        try:
+            with _as_lost_stream():
+                if num_bytes <= _SMALL_BYTES:
+                    await channel.send(message, codec=codec)
+                else:
+                    limit_s = self._timeout_s(peer, work, units)
+                    await self._sent(peer, channel.send(message, codec=codec), limit_s, num_bytes)
+        except TimeoutError:
+            self.book.observe(peer, Missed(work))
+            raise
+
+    async def _sent(self, peer: str, send: Coroutine[Any, Any, None], limit_s: float, num_bytes: int) -> None:
+        """Sends a large request; a peer that is late to take it has to show meanwhile that it is at work."""
+        rules, started = self.book.rules, time.monotonic()
+        wait_s, most_s = min(rules.late_s, limit_s), rules.longest_s + num_bytes / rules.slow_link_bytes_per_s
+        sending = asyncio.create_task(send, name="send a large request")
+        try:
+            while not (await asyncio.wait({sending}, timeout=wait_s))[0]:
+                silence = await self._silence(peer, limit_s, num_bytes)
+                waited_s = time.monotonic() - started
+                if (silence is not None or waited_s > most_s) and not sending.done():
+                    why = "" if silence is None else f", and it is not at work: {silence}"
+                    raise RequestTimeoutError(
+                        f"peer {peer} has not taken a request of {num_bytes} bytes within {waited_s:.1f} s{why}"
+                    ) from silence
+                wait_s = rules.ask_again_s
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def collect(
         self,
@@ -184,21 +215,29 @@ class Peers:
             except RequestTimeoutError as exc:
                 if (left_s := started + limit_s - time.monotonic()) <= 0:
                     raise RequestTimeoutError(f"no message from {peer} within {limit_s:.1f} s") from exc
-            # It never has more time than the request itself.
-            sign_s = rules.sign_of_life_s + 2 * sent_bytes / rules.slow_link_bytes_per_s
-            try:
-                await self.info(peer, limit_s=min(sign_s, max(left_s, rules.sign_of_life_s)))
-            except (RemoteError, CapacityError):
-                pass  # a failure is an answer too
-            except SwarmError as exc:
+            silence = await self._silence(peer, left_s, sent_bytes)
+            if silence is not None:
                 with contextlib.suppress(RequestTimeoutError):
                     # It may have come meanwhile.
                     return await channel.receive(timeout_s=0.0)
                 waited_s = time.monotonic() - started
                 raise RequestTimeoutError(
-                    f"no message from {peer} within {waited_s:.1f} s, and it is not at work: {exc}"
-                ) from exc
+                    f"no message from {peer} within {waited_s:.1f} s, and it is not at work: {silence}"
+                ) from silence
             wait_s = min(rules.ask_again_s, left_s)
+
+    async def _silence(self, peer: str, left_s: float, sent_bytes: int) -> SwarmError | None:
+        """Asks a late peer whether it is at work; returns the error if it does not say so."""
+        rules = self.book.rules
+        # It never has more time than the request itself.
+        sign_s = rules.sign_of_life_s + 2 * sent_bytes / rules.slow_link_bytes_per_s
+        try:
+            await self.info(peer, limit_s=min(sign_s, max(left_s, rules.sign_of_life_s)))
+        except (RemoteError, CapacityError):
+            return None  # a failure is an answer too
+        except SwarmError as exc:
+            return exc
+        return None
 
     async def request(
         self,

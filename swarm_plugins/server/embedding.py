@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 
 from swarm_plugins.child import end_with
@@ -34,7 +35,7 @@ class Embedding:
         """Waits for the parent's line: the addresses to join by.
 
         Raises:
-            ConfigError: If it is not a list of addresses.
+            ConfigError: If it is not a list of addresses, or the parent has gone.
         """
         line = sys.stdin.readline()
         try:
@@ -43,6 +44,11 @@ class Embedding:
             peers = None
         if not isinstance(peers, list) or not all(isinstance(peer, str) for peer in peers):
             raise ConfigError(f"expected one line with a JSON list of addresses on stdin, got {line[:200]!r}")
+        # It may have gone before this one could see whose child it is, and `end_with` waits for another process then.
+        asked = select.poll()
+        asked.register(sys.stdin, select.POLLHUP)
+        if asked.poll(0):
+            raise ConfigError("the parent of this server has gone: nobody is left to serve")
         return peers
 
     def send(self, event: str, **values: object) -> None:

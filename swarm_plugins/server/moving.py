@@ -152,14 +152,19 @@ class Mover:
     async def _drop_then_load(self, move: Move) -> None:
         service, old = self.service, self.spans.spec.blocks
         service.draining.begin(range(0))
-        await self._announce(state="draining")
-        await self._wait_for_sessions(range(0))
-        if not self._is_safe(await self._look(), move):
-            log.warning("staying: other servers of these blocks have gone meanwhile")
-            service.draining.end()
-            self.service.describe(state="online")
-            return
-        await self._on_compute_thread(self.spans.drop_all)
+        is_dropped = False
+        try:
+            await self._announce(state="draining")
+            await self._wait_for_sessions(range(0))
+            if not self._is_safe(await self._look(), move):
+                log.warning("staying: other servers of these blocks have gone meanwhile")
+                return
+            await self._on_compute_thread(self.spans.drop_all)
+            is_dropped = True
+        finally:
+            if not is_dropped:
+                service.draining.end()
+                service.describe(state="online")
         await self._forget_all_but(range(0), ())
         await self._announce(state="joining", start=move.blocks.start, end=move.blocks.stop)
         try:

@@ -120,3 +120,6 @@ class Presence(LastingNode):
             await self.announce(self._info)
         except TransportError as error:
             log.warning("cannot announce, trying again in %.0f s: %s", self._every_s, error)
+        except Exception:
+            # Without this task, nobody would find the server once its record has expired.
+            log.exception("cannot announce, trying again in %.0f s", self._every_s)

@@ -240,7 +240,7 @@ class SwarmServer:
         speed = await in_thread(lambda: measure_held(held))
         held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _BLOCK_S))
         self._service = ExpertsService(
-            announced=_online(self.info, held.dtype, speed),
+            announced=_measured(self.info, held.dtype, speed),
             held=held,
             scheduler=Scheduler(held, points=self._points),
             max_batch_tokens=self.config.max_batch_tokens,
@@ -258,6 +258,8 @@ class SwarmServer:
         self._chores.append(kept_going(sweep(service), "drop expired graphs"))
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)
         await presence.serve(handlers)
+        # Not before: clients avoid a server that is announced so and does not answer.
+        service.describe(state="online")
         await presence.announce(lambda: self.info)
 
     async def _serve(self, loader: SpanLoader, span: Span) -> Service:
@@ -270,7 +272,7 @@ class SwarmServer:
         kv_tokens = span.spec.kv_tokens(config.kv_bytes)
         max_session_tokens = min(config.max_session_tokens, span.spec.max_positions, kv_tokens)
         announced = msgspec.structs.replace(
-            _online(self.info, span.spec.dtype, speed),
+            _measured(self.info, span.spec.dtype, speed),
             network_tokens_s=await rate_of_network(span, self._joined(), self.info),
             total_kv_tokens=kv_tokens,
             kv_row_tokens=span.spec.kv_row_tokens,
@@ -369,12 +371,11 @@ class SwarmServer:
         return self._presence
 
 
-def _online(info: ServerInfo, dtype: torch.dtype, speed: Speed) -> ServerInfo:
+def _measured(info: ServerInfo, dtype: torch.dtype, speed: Speed) -> ServerInfo:
     """Returns what a server announces once it has loaded and measured what it serves."""
     return msgspec.structs.replace(
         info,
         dtype=str(dtype).removeprefix("torch."),
-        state="online",
         throughput=round(speed.throughput, 3),
         decode_s=speed.decode_s,
     )

@@ -139,6 +139,9 @@ class Service(_Serving):
     inboxes: Inboxes = field(default_factory=Inboxes)
     """What they hand to this one."""
 
+    def __post_init__(self) -> None:
+        self.prefixes.pool.promised = self.sessions.promised_bytes
+
     @property
     def num_blocks(self) -> int:
         """Blocks of the whole model."""

@@ -19,9 +19,10 @@ from hivemind.proto import p2pd_pb2
 from swarm_plugins.errors import CapacityError, ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport import limits
+from swarm_plugins.transport.admission.addresses import ip_in
 from swarm_plugins.transport.channel import RPC_NAMES, Handler, dial_error
 from swarm_plugins.transport.counts import StreamCounts
-from swarm_plugins.transport.messages import Failure
+from swarm_plugins.transport.messages import Codec, Failure, Message
 from swarm_plugins.transport.receiving.allowances import Allowances
 from swarm_plugins.transport.receiving.turnstile import Turnstile
 from swarm_plugins.transport.stream import FrameStream
@@ -35,6 +36,9 @@ _IDLE_S = 30.0
 _RESERVED_PART = 16
 """One stream of so many is for peers that have done something for this server."""
 _END_CHECKS, _END_CHECK_S = 20, 0.01
+_OUTLIVING = ("rpc_push", "rpc_adapter")
+"""Rpcs whose requests go on when their sender leaves: what is pushed is for others, and a thread that checks an upload
+cannot be stopped."""
 
 
 def protocol_name(rpc: str) -> str:
@@ -119,6 +123,35 @@ async def _take_over(stream: FrameStream, reader: asyncio.StreamReader, writer: 
     return stream
 
 
+class _Served(FrameStream):
+    """A server's end, which notices that the other one leaves while its request is worked on.
+
+    That is between a `receive` and the next `send` or `receive`. Threads that decode and encode are not interrupted:
+    what they hold would not be counted any more.
+    """
+
+    on_lost: Callable[[], object] | None = None
+    """None: requests are worked on all the same."""
+    _is_at_work = False
+
+    async def send(self, message: Message, *, codec: Codec = "none") -> None:
+        self._is_at_work = False
+        await super().send(message, codec=codec)
+
+    async def receive(self, *, timeout_s: float) -> Message | None:
+        self._is_at_work = False
+        message = await super().receive(timeout_s=timeout_s)
+        if message is not None and self.on_lost is not None:
+            self._check_usable()
+            self._is_at_work = True
+        return message
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._is_at_work and not self.is_closed and self.on_lost is not None:
+            self.on_lost()
+
+
 class Acceptor:
     """Turns incoming streams into calls of handlers, within limits per peer.
 
@@ -173,14 +206,17 @@ class Acceptor:
             peer = info.peer_id.to_base58()
             max_tensors = limits.MAX_TENSORS if rpc == "rpc_adapter" else limits.MAX_REQUEST_TENSORS
             groups = self._ledger.groups
-            with contextlib.nullcontext() if groups is None else groups.calling(peer, str(info.addr)):
-                stream = FrameStream(
+            address = ip_in(info.addr.to_bytes())
+            with contextlib.nullcontext() if groups is None else groups.calling(peer, address):
+                stream = _Served(
                     peer,
                     self._ledger,
                     self._counts,
                     turnstile=self._turnstile,
                     max_tensors=max_tensors,
                 )
+                if rpc not in _OUTLIVING:
+                    stream.on_lost = task.cancel
                 channel = await _take_over(stream, reader, writer)
                 try:
                     await self._serve(handler, channel)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -75,8 +76,8 @@ def killed_while_computing(client: PreTrainedModel, connection: SwarmConnection,
     assert connection.peers is not None
     post, is_asked = connection.peers.post, threading.Event()
 
-    async def posting(channel: Channel, message: Message) -> None:
-        await post(channel, message)
+    async def posting(channel: Channel, message: Message, **work: Any) -> None:
+        await post(channel, message, **work)
         if channel.remote_peer == victim.peer_id and isinstance(message, ExpertsRequest):
             is_asked.set()
 

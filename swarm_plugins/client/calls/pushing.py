@@ -104,6 +104,8 @@ class Told(Generic[Request, Response]):
         """Whether its input is believed to be there."""
         self.is_given_up = False
         """Whether no server sends its input any more."""
+        self.is_begun = False
+        """Whether its server may have got a part of it."""
         self.is_collected = False
         """Whether its answer was waited for."""
         self._peers = peers
@@ -151,7 +153,9 @@ class Told(Generic[Request, Response]):
             self._request = request = outgoing(call, self.peer)
             await peers.upload(self.peer, call.adapters)
             channel = await self._stream.enter_async_context(call.lending(peers, self.peer))
-            await peers.post(channel, emptied(request, self._slot) if self.sender else request)
+            sent = emptied(request, self._slot) if self.sender else request
+            self.is_begun = True
+            await peers.post(channel, sent, work=call.rpc, units=call.tokens)
             self._channel = channel
         except SwarmError as exc:
             self._error = exc
@@ -236,7 +240,7 @@ class Told(Generic[Request, Response]):
         with contextlib.suppress(SwarmError):
             channel = await peers.open(self.peer, "rpc_push")
             try:
-                await peers.post(channel, message)
+                await peers.post(channel, message, work="rpc_push", units=call.tokens)
             finally:
                 await channel.close()
 

@@ -228,8 +228,9 @@ class Pipe:
                 answers.append(await self._advance(stage, index, current, replace(chunk, hidden=hidden)))
                 retries.progressed()
             except SentInVainError:
-                # By this client then; after a replay if the session is closed, as it is when more steps were told.
-                if any(one.is_told for one in stage.told[index + 1 :]):
+                # By this client then; after a replay if the session is closed, as it is when more steps were told, or
+                # one is just being told: what is sent now would lie in the midst of it.
+                if any(one.is_begun for one in stage.told[index + 1 :]):
                     await current.close()
                 stage.give_up()
             except SwarmError as exc:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from swarm_plugins.client.servers import Servers
     from swarm_plugins.transport.channel import Channel
 
+_OPEN = "open session"
+"""What opening a session is called in observed paces."""
+
 
 @dataclass(frozen=True)
 class SentSession:
@@ -138,7 +141,7 @@ class SpanSession:
             push_key=self.push_key,
         )
         async with self.streaming() as channel:
-            await servers.peers.post(channel, request)
+            await servers.peers.post(channel, request, work=_OPEN, units=self._copied(request))
         self.sent = SentSession(request) if fork_of is None else None
 
     async def open_ahead(self, rows: int) -> None:
@@ -158,14 +161,15 @@ class SpanSession:
         request, self._unconfirmed = self._unconfirmed, None
         if request is None:
             return
-        # Copying takes time: the prefix, or all tokens of the session to fork.
-        copied = self.history.length if request.prefix or request.fork_of else 0
-        units = max(1, request.batch_size * copied)
         async with self.streaming() as channel:
             opened = await self._servers.peers.collect(
-                channel, request, SessionOpened, work="open session", units=units
+                channel, request, SessionOpened, work=_OPEN, units=self._copied(request)
             )
         self._name, self._room = opened.session, (request.batch_size, opened.max_tokens)
+
+    def _copied(self, request: SessionOpen) -> int:
+        """Returns the tokens whose copying takes time: those of the prefix, or of the session to fork."""
+        return max(1, request.batch_size * self.history.length) if request.prefix or request.fork_of else 1
 
     @contextlib.asynccontextmanager
     async def streaming(self) -> AsyncIterator[Channel]:
@@ -308,7 +312,7 @@ class StepCall(Call[SessionStep, SessionStepResponse]):
         """Sends the step over the session's stream and returns the answer."""
         async with self.session.next_step() as channel:
             started = time.perf_counter()
-            await peers.post(channel, request)
+            await peers.post(channel, request, work=self.rpc, units=self.tokens)
             await self.session.confirm()
             return await self.collect(peers, channel, request, started=started)
 

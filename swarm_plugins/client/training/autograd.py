@@ -58,6 +58,10 @@ class _BatchFunction(torch.autograd.Function):
             return (None, None, None, *(torch.full_like(one, math.nan) if need else None for one, need in pairs))
         backward = ctx.call.backward(ctx.layout.with_tensors(grads), needs_hidden=needs_hidden, needs=needs)
         grad_hidden, *gradients = ctx.loop.run(backward)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # The hidden states between spans go like the saved tensors, not with the loss, which users may hold. Public
+            # functions of torch do not tell whether the graph is kept.
+            ctx.call = None
         # Adapters may live on an accelerator; gradients arrive in ordinary memory.
         wanted = [
             gradient.to(tensor.device) if need and gradient is not None else None

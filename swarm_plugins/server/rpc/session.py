@@ -86,7 +86,7 @@ class _Stream:
             asked = request.batch_size * service.spec.bytes_at_once(blocks, prefix_tokens) if prefix_tokens else 0
         with room(service, self._peer, asked), contextlib.ExitStack() as ending:
             ending.enter_context(service.sessions.counted(self._peer))
-            cache = await self._new_cache(self._maker(request, blocks, source))
+            cache = await self._new_cache(self._maker(request, blocks, source, asked))
             inbox = Inbox(self._peer, request.push_name, request.push_key)
             begun = None if first_tokens else service.prefixes.begun(self._peer, blocks, request.batch_size)
             session = Session(self._peer, request.version, blocks, cache, inbox, begun=begun, history=history)
@@ -111,6 +111,7 @@ class _Stream:
                 f"the session to fork runs blocks {source.blocks.start}:{source.blocks.stop}, "
                 f"the request names {blocks.start}:{blocks.stop}: they must be the same",
             )
+        _check_rows(source, request.batch_size)
         return source
 
     async def _new_cache(self, make: Callable[[], KVCache]) -> KVCache:
@@ -126,11 +127,12 @@ class _Stream:
             raise
         return made[0]
 
-    def _maker(self, request: SessionOpen, blocks: range, source: Session | None) -> Callable[[], KVCache]:
+    def _maker(
+        self, request: SessionOpen, blocks: range, source: Session | None, most_bytes: int
+    ) -> Callable[[], KVCache]:
         spec, runner = self._service.spec, self._service.runner
         if source is not None:
-            most_tokens = source.cache.length
-            return lambda: _fork(source, request.batch_size, most_tokens)
+            return lambda: _fork(source, request.batch_size, most_bytes)
         return lambda: runner.new_cache(
             request.batch_size, blocks, [tensor.to(spec.device, spec.dtype) for tensor in request.prefix]
         )
@@ -207,20 +209,24 @@ def _close_all(caches: list[KVCache]) -> None:
         cache.close()
 
 
-def _fork(source: Session, batch_size: int, most_tokens: int) -> KVCache:
-    """Forks on the compute thread, where the other session cannot change meanwhile."""
-    if source.is_closed:
-        raise RequestError("unknown_session", "the session to fork has just been closed: open a new one and replay")
+def _check_rows(source: Session, batch_size: int) -> None:
     if source.cache.batch_size != batch_size:
         raise BadRequestError(
             f"the session to fork has {source.cache.batch_size} rows, the request names {batch_size}: "
             "fork first, change the rows with the next step",
         )
-    if source.cache.length > most_tokens:
+
+
+def _fork(source: Session, batch_size: int, most_bytes: int) -> KVCache:
+    """Forks on the compute thread, where the other session cannot change meanwhile."""
+    if source.is_closed:
+        raise RequestError("unknown_session", "the session to fork has just been closed: open a new one and replay")
+    _check_rows(source, batch_size)
+    if source.cache.copy_bytes > most_bytes:
         # Forks that wait while the session grows would get more than they have taken room for.
         raise RequestError(
             "unknown_session",
-            f"the session to fork has grown from {most_tokens} to {source.cache.length} tokens meanwhile: "
+            f"a copy of the session to fork has grown from {most_bytes} to {source.cache.copy_bytes} bytes meanwhile: "
             "fork it between its steps, or open a new one and replay",
         )
     return source.cache.fork()

@@ -72,7 +72,7 @@ class PrefixStore:
     """
 
     def __init__(self, pool: KVPool, groups: Groups | None = None, *, is_shared: bool = False) -> None:
-        self._pool = pool
+        self.pool = pool
         self._is_shared = is_shared
         self._secret = secrets.token_bytes(_HASH_BYTES)
         self._pages: dict[bytes, _Page] = {}
@@ -157,7 +157,7 @@ class PrefixStore:
 
     def _make_room(self, peer: str, num_bytes: int, keys: Sequence[bytes]) -> bool:
         """Drops pages until so many bytes more fit; False if they would displace their own beginning, or do not fit."""
-        while self.num_bytes + num_bytes > self._pool.free_bytes:
+        while self.num_bytes + num_bytes > self.pool.free_bytes:
             first = self._shares.first(peer, num_bytes)
             if first is None or first in keys:
                 return False
@@ -166,7 +166,7 @@ class PrefixStore:
 
     def _give_way(self) -> None:
         """Drops pages until the rest fits into what sessions leave of the budget."""
-        while self.num_bytes > self._pool.free_bytes and (first := self._shares.first()) is not None:
+        while self.num_bytes > self.pool.free_bytes and (first := self._shares.first()) is not None:
             self._drop(first)
 
     def _drop(self, key: bytes) -> None:

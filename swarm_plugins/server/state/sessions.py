@@ -150,7 +150,11 @@ class SessionTable:
     def held_bytes(self, owns: Callable[[str], bool] = lambda _: True) -> int:
         """Returns the bytes of the KV budget that sessions of some peers hold, or are about to."""
         held = sum(session.held_bytes for session in self._sessions.values() if owns(session.peer))
-        return held + sum(growth.num_left for growth in self._growths if owns(growth.peer))
+        return held + self.promised_bytes(owns)
+
+    def promised_bytes(self, owns: Callable[[str], bool] = lambda _: True) -> int:
+        """Returns the bytes that some peers' sessions are about to take; called on any thread."""
+        return sum(growth.num_left for growth in list(self._growths) if owns(growth.peer))
 
     @contextlib.contextmanager
     def growing(self, peer: str, amount: int, session: Session | None = None) -> Iterator[None]:

@@ -52,6 +52,18 @@ def host_of(ip: str) -> str:
     return str(found)
 
 
+def ip_in(address: bytes) -> str:
+    """Returns the IP address that a binary multiaddr begins with, as a multiaddr; empty if there is none.
+
+    hivemind cannot read what follows it if that is a protocol that it does not know, such as WebTransport.
+    """
+    if len(address) >= 5 and address[0] == _IP4:
+        return f"/ip4/{ipaddress.IPv4Address(address[1:5])}"
+    if len(address) >= 17 and address[0] == _IP6:
+        return f"/ip6/{ipaddress.IPv6Address(address[1:17])}"
+    return ""
+
+
 def origin_of(address: bytes) -> Origin:
     """Returns the origin in a binary multiaddr."""
     if len(address) >= 5 and address[0] == _IP4:

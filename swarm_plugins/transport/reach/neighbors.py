@@ -18,6 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
+from swarm_plugins.transport.admission.origins import list_connections
 from swarm_plugins.transport.channel import dial_error
 from swarm_plugins.transport.reach.addresses import peer_id_in, place_in
 
@@ -81,13 +82,22 @@ class Neighbors:
         if self._seen_at.keys() <= self._addresses.keys():
             return
         try:
-            connected = await self._p2p._client.list_peers()
+            connected = await list_connections(self._p2p)
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
             log.debug("cannot list the connected peers: %s", exc)
             return
-        for info in connected:
-            if info.peer_id in self._seen_at and info.addrs:
-                self._addresses[info.peer_id] = f"{info.addrs[0]}/p2p/{info.peer_id}"
+        seen = {peer.to_base58(): peer for peer in self._seen_at}
+        for peer, place in reversed(connected):  # the first of a peer counts
+            if peer not in seen:
+                continue
+            try:
+                address = f"{Multiaddr(place)}/p2p/{peer}"
+                peer_id_in(address)
+            except ValueError as exc:
+                # Any peer can be at an address that hivemind or a later `NodeConfig` cannot read, such as WebTransport.
+                log.debug("the address of peer %s is not noted: %s", peer, exc)
+            else:
+                self._addresses[seen[peer]] = address
 
     async def call_lost(self) -> bool:
         """Calls the nodes that are not known any more; returns whether one has answered."""

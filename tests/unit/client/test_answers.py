@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.client.answers import check_outputs, check_tensor, failure_error
+from swarm_plugins.client.answers import check_gradients, check_outputs, check_tensor, failure_error
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.messages import Failure, ForwardResponse
+from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, Failure, ForwardResponse
 
 HIDDEN = torch.zeros(2, 3, 4)
 LOGITS = torch.zeros(6, 8)
@@ -40,7 +40,7 @@ def test_a_right_answer_passes() -> None:
         pytest.param(
             {"hidden_states": (HIDDEN, HIDDEN + torch.inf)}, "infinity in inner hidden states", id="inner-inf"
         ),
-        pytest.param({"router_blocks": (5,)}, r"blocks \(5,\), its span is \(2, 5\)", id="foreign-block"),
+        pytest.param({"router_blocks": (5,)}, r"blocks \(5,\) \(1 in all\), its span is \(2, 5\)", id="foreign-block"),
         pytest.param({"router_blocks": (2, 3)}, r"router logits of blocks \(2, 3\)", id="blocks-without-logits"),
         pytest.param({"router_logits": (LOGITS[:5],)}, r"\(5, 8\), expected \[6, experts\]", id="router-shape"),
         pytest.param({"router_logits": (LOGITS.long(),)}, r"expected \[6, experts\]", id="router-dtype"),
@@ -97,6 +97,21 @@ def test_router_logits_of_other_blocks_or_experts_are_refused(
 def test_router_logits_that_were_not_asked_for_are_refused() -> None:
     with pytest.raises(ProtocolError, match=r"experts \{2: 8\}, expected \{\}"):
         check_outputs(routed({2: 8}), replace(INPUTS, collect_router=False, routers={2: 8}), "peer")
+
+
+def test_an_endless_list_of_blocks_is_not_repeated() -> None:
+    with pytest.raises(ProtocolError, match=r"of blocks \(0, 1, .*7\) \(100000 in all\)") as raised:
+        check_outputs(answer(router_blocks=tuple(range(100_000))), INPUTS, "liar")
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("what", ["hidden", "adapters", "prefix"])
+def test_gradients_that_were_not_asked_for_are_refused(what: str) -> None:
+    request = BackwardRequest(ticket="t", grad_hidden=HIDDEN, needs_hidden=False)
+    check_gradients(BackwardResponse(), request, INPUTS, [LOGITS], "peer")
+    lie = BackwardResponse(**{f"grad_{what}": torch.zeros(1) if what == "hidden" else (LOGITS,)})
+    with pytest.raises(ProtocolError, match=r"server liar returned .*(not asked for|expected 0)"):
+        check_gradients(lie, request, INPUTS, [LOGITS], "liar")
 
 
 def routed(widths: dict[int, int]) -> ForwardResponse:

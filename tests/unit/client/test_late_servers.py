@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -17,11 +20,13 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.training.batch import BatchCall
 from swarm_plugins.errors import RequestTimeoutError, SwarmError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.routing.chain import SpanChoice
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.local import LocalRoutes
 from swarm_plugins.transport.messages import Failure, FailureKind, ForwardRequest, ForwardResponse, Message
+from swarm_plugins.transport.stream import FrameStream
 
 
 async def ask(num_tokens: int, *, sign_s: float, sign: Message | None = None) -> ForwardResponse:
@@ -61,6 +66,82 @@ def test_one_behind_a_small_request_is_not() -> None:
 def test_a_refused_question_is_a_sign_of_life_too(kind: FailureKind) -> None:
     answer = virtual_time.run(ask(1, sign_s=0.0, sign=Failure(kind=kind, message="512 streams are open")), timeout_s=60)
     assert answer.hidden.shape == (1, 1, 1024)
+
+
+class Clogged(LocalTransport):
+    """Streams to a server that reads no request until it was asked so often whether it is at work."""
+
+    def __init__(self, reads_after: float, *, answers: bool) -> None:
+        super().__init__({"a": {"rpc_info": self.tell}})
+        self.reads_after = reads_after
+        self.answers = answers
+        self.ends: list[socket.socket] = []
+
+    async def tell(self, channel: Channel) -> None:
+        while await channel.receive(timeout_s=1000.0) is not None:
+            self.reads_after -= 1
+            if self.reads_after == 0:
+                self.serving = asyncio.create_task(self.serve())
+            if self.answers:
+                await channel.send(server_info(0, 1, 1))
+
+    async def serve(self) -> None:
+        channel = await stream_over(self.ends[0])
+        request = await channel.receive(timeout_s=10.0)
+        assert isinstance(request, ForwardRequest)
+        await channel.send(ForwardResponse(hidden=request.hidden))
+        await channel.close()
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        if rpc == "rpc_info":
+            return await super().open(peer, rpc, timeout_s=timeout_s)
+        near, far = socket.socketpair()
+        self.ends.append(far)
+        return await stream_over(near)
+
+
+async def stream_over(end: socket.socket) -> FrameStream:
+    _, writer = await asyncio.open_unix_connection(sock=end)
+    stream = FrameStream("a", Ledger(1 << 30))
+    stream.attach(writer, b"")
+    return stream
+
+
+@contextlib.asynccontextmanager
+async def clogged(reads_after: float, *, answers: bool) -> AsyncIterator[Peers]:
+    transport = Clogged(reads_after, answers=answers)
+    peers = Peers(transport, SwarmConfig(request_timeout_s=6.0))
+    try:
+        yield peers
+    finally:
+        await peers.close()
+        await transport.close()
+        for end in transport.ends:
+            end.close()
+
+
+LARGE = ForwardRequest(version=VERSION.key, start=0, end=1, hidden=torch.zeros(1, 1024, 576))
+"""More than the buffers of a stream hold."""
+
+
+@pytest.mark.parametrize(
+    ("answers", "match"),
+    [
+        pytest.param(False, r"within 8\.0 s, and it is not at work: .* within 5 s", id="hangs"),
+        pytest.param(True, r"within 2\d\.\d s$", id="claims to be at work"),
+    ],
+)
+async def test_a_server_that_does_not_take_a_large_request_is_given_up(answers: bool, match: str) -> None:
+    async with clogged(float("inf"), answers=answers) as peers:
+        with pytest.raises(RequestTimeoutError, match=f"peer a has not taken a request of 2359296 bytes {match}"):
+            await peers.request("a", "rpc_forward", LARGE, ForwardResponse)
+        assert peers.book["a"].work["rpc_forward"].num_missed == 1
+
+
+async def test_one_that_is_at_work_may_take_it_late() -> None:
+    async with clogged(3, answers=True) as peers:
+        answer = await peers.request("a", "rpc_forward", LARGE, ForwardResponse)
+        assert answer.hidden.shape == LARGE.hidden.shape
 
 
 async def test_blocks_that_hang_in_this_process_do_not_hang_the_client() -> None:

@@ -15,7 +15,9 @@ from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import AdapterUse, CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.book import judging
 from swarm_plugins.book.record import Failed, Forgiven
+from swarm_plugins.client.calls.retries import ChainRetries
 from swarm_plugins.client.servers import Servers
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.client.sessions.pipe import Pipe
 from swarm_plugins.client.sessions.replacing import faster
 from swarm_plugins.client.sessions.session import ClientSession
@@ -28,6 +30,7 @@ from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
+    Codec,
     Failure,
     FailureKind,
     Message,
@@ -255,6 +258,43 @@ async def test_a_session_is_not_replayed_with_adapters_that_have_changed(is_rese
             with pytest.raises(UnsupportedError, match=r"one of its adapters has changed .* start with a new cache"):
                 await session.step(inputs)
         await session.close()
+
+
+async def test_nothing_is_sent_in_the_midst_of_a_chunk_that_the_server_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Forgetful(Adder):
+        def __call__(self, message: Message) -> Message:
+            if isinstance(message, SessionStep) and not self.steps:
+                self.steps.append(message)
+                return Failure(kind="unknown_adapter", message="upload it")
+            return super().__call__(message)
+
+    inputs = SpanInputs(blocks=range(1), hidden=torch.zeros(1, 4, 4))
+    async with in_swarm({"a": ((0, 1), Forgetful())}, num_blocks=1) as (peers, view):
+        await view.refresh(force=False)
+        servers = Servers(peers, view)
+        span = SpanSession(servers, "a", range(1), History())
+        await span.open(1)
+        first, chunks = span.channel, inputs.cut_tokens(2, 0)
+        assert first is not None
+        send, sent = first.send, list[Message]()
+
+        async def send_only_one(message: Message, *, codec: Codec = "none") -> None:
+            sent.append(message)
+            if len(sent) > len(chunks):
+                raise TransportError("it is in the midst of another message")
+            await (send(message, codec=codec) if len(sent) == 1 else asyncio.Event().wait())
+
+        monkeypatch.setattr(first, "send", send_only_one)
+        pipe = Pipe(servers, [span], inputs, 0, ChainRetries(view))
+        pipe._prepare(chunks)
+        outputs = await pipe._run_chunks(chunks)
+        assert outputs.hidden.eq(1).all()
+        assert len(sent) == len(chunks)
+        assert span.channel is not first
+        assert not view.banned()
+        await span.close()
 
 
 async def test_a_server_is_forgiven_after_a_good_step() -> None:

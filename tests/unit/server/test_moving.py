@@ -27,6 +27,7 @@ from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
 from swarm_plugins.routing.placement import Move
 from swarm_plugins.server import moving
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.service import Service
@@ -192,6 +193,24 @@ def test_a_span_that_cannot_be_loaded_leaves_the_old_one(tiny_mixtral: Path) -> 
             assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
         remote = AutoSwarmModelForCausalLM.from_pretrained(tiny_mixtral, connection=swarm.connection)
         assert torch.isfinite(remote(PROMPT).logits).all()
+
+
+def test_a_move_that_fails_before_anything_is_dropped_changes_nothing(
+    tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MovingSwarm(tiny_mixtral, spans=SPANS) as swarm:
+        service = swarm.services[swarm.peers[0]]
+        service.describe(mobility="drops-first")
+
+        async def busy(*_: Any, **__: Any) -> None:
+            raise RequestError("overloaded", "too much waits")
+
+        monkeypatch.setattr(service.scheduler, "train", busy)
+        with pytest.raises(CapacityError, match=r"spans could not be changed: .*too much waits"):
+            swarm.move(swarm.peers[0], 2, 4)
+        info = service.info()
+        assert (info.start, info.end, info.state, info.target) == (0, 2, "online", None)
+        service.draining.check(range(2))
 
 
 @pytest.mark.parametrize("fails", ["load", "serve"])

@@ -15,6 +15,7 @@ import torch
 import virtual_time
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
 from stream_kit import limited
 
 import swarm_plugins.transport.p2p_channel as p2p_channel
@@ -29,6 +30,8 @@ from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import encode
 
 PEER_ID = "12D3KooWGRUfnLkV7dVvRbEy3Wp3PZXYGJXhYZPFMeSKzYxkbYpT"
+ADDRESS = Multiaddr("/ip4/203.0.113.7/udp/1/quic-v1").to_bytes() + b"\xd1\x03"
+"""With a protocol that hivemind cannot read, WebTransport."""
 
 
 class _Peer:
@@ -45,11 +48,13 @@ async def echo(channel: Channel) -> None:
 
 
 @asynccontextmanager
-async def connected(acceptor: Acceptor, handler: Handler, peer: str = "peer-x") -> AsyncIterator[FrameStream]:
+async def connected(
+    acceptor: Acceptor, handler: Handler, peer: str = "peer-x", rpc: str = "rpc_forward"
+) -> AsyncIterator[FrameStream]:
     near, far = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=far)
-    info = SimpleNamespace(peer_id=_Peer(peer), addr="/ip4/203.0.113.7/tcp/1")
-    serving = asyncio.create_task(acceptor.accept("rpc_forward", handler, info, reader, writer))  # type: ignore[arg-type]
+    info = SimpleNamespace(peer_id=_Peer(peer), addr=Multiaddr(ADDRESS))
+    serving = asyncio.create_task(acceptor.accept(rpc, handler, info, reader, writer))  # type: ignore[arg-type]
     _, writer = await asyncio.open_unix_connection(sock=near)
     stream = FrameStream("server", Ledger(1 << 30))
     stream.attach(writer, b"")
@@ -196,7 +201,7 @@ async def test_identities_of_one_address_replace_their_own_idle_streams(monkeypa
         third_in_place_of(first, second, acceptor, words, monkeypatch),
     ):
         pass
-    assert set(hosts.values()) == {"/ip4/203.0.113.7/tcp/1"}
+    assert set(hosts.values()) == {"/ip4/203.0.113.7"}
 
 
 async def test_a_stream_that_lets_a_peer_in_is_ended_though_another_is_idler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +288,36 @@ async def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.L
         assert await channel.receive(timeout_s=20.0) is None
     assert acceptor.num_streams == 0
     assert "a handler failed on a stream of peer peer-x" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rpc", "is_answered", "outcome"),
+    [
+        pytest.param("rpc_forward", False, "cancelled", id="given-up"),
+        pytest.param("rpc_forward", True, "ended", id="nothing-to-do"),
+        pytest.param("rpc_push", False, "ended", id="finished-all-the-same"),
+    ],
+)
+async def test_a_request_is_given_up_when_its_client_leaves(rpc: str, is_answered: bool, outcome: str) -> None:
+    begun, outcomes = asyncio.Event(), []
+
+    async def handler(channel: Channel) -> None:
+        assert await channel.receive(timeout_s=20.0) == InfoRequest()
+        if is_answered:
+            await channel.send(InfoRequest())
+        begun.set()
+        try:
+            while channel._error is None:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.001)
+            outcomes.append("ended")
+        except asyncio.CancelledError:
+            outcomes.append("cancelled")
+            raise
+
+    async with connected(acceptor_with(), handler, rpc=rpc) as channel:
+        await channel.send(InfoRequest())
+        await begun.wait()
+    assert outcomes == [outcome]
 
 
 async def test_a_malformed_message_ends_only_its_own_stream() -> None:

@@ -51,6 +51,26 @@ def test_a_step_with_several_outputs_is_freed() -> None:
     assert call() is None
 
 
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_loss_that_is_held_after_the_backward_keeps_the_call_only_if_the_graph_is_kept(retains: bool) -> None:
+    hidden = torch.ones(1, 2, 4, requires_grad=True)
+    call = Doubler(hidden)
+    known = weakref.ref(call)
+    loop = cast(Any, SimpleNamespace(run=lambda work: work))
+    loss = run_batch(loop, cast(BatchCall, call)).hidden.sum()
+    del call
+    loss.backward(retain_graph=retains)
+    gc.collect()
+    assert (known() is not None) == retains
+    if retains:
+        loss.backward()
+        assert hidden.grad is not None
+        assert hidden.grad.eq(8).all()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    assert known() is None
+
+
 def test_what_a_loss_scaler_made_too_large_asks_no_server() -> None:
     hidden = torch.ones(1, 2, 4, requires_grad=True)
     call = Doubler(hidden)

@@ -15,11 +15,15 @@ from fake_server import TOKEN_BYTES, FakeCache, FakeRunner, transport_to, until
 from session_kit import OPEN, ask, playing, step_of
 
 from swarm_plugins.block_io import CacheOp, SpanOutputs
+from swarm_plugins.blocks.kv import KVCache, KVPool
 from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server import limits
+from swarm_plugins.server.rpc.session_memory import room
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import RunLimits
+from swarm_plugins.server.state.inbox import Inbox
+from swarm_plugins.server.state.prefixes import PrefixStore
 from swarm_plugins.server.state.sessions import Session
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import (
@@ -230,8 +234,72 @@ async def test_a_fork_gets_no_more_than_it_has_taken_room_for(service: Service, 
         refusal = await other.receive(timeout_s=5)
         assert isinstance(refusal, Failure)
         assert refusal.kind == "unknown_session"
-        assert "tokens meanwhile: fork it between its steps" in refusal.message
+        assert "from 0 to 4096 bytes meanwhile: fork it between its steps" in refusal.message
         assert [cache.length for cache in runner.open_caches] == [100]
+
+
+async def test_a_fork_takes_room_for_all_rows_that_it_gets(service: Service, runner: FakeRunner) -> None:
+    """Forks behind a step that made more rows once got these for the room of one."""
+    service.kv_bytes, service.sessions.max_per_peer = 2048 * TOKEN_BYTES, 4
+    async with playing(service) as (channel, transport):
+        opened = await ask(channel, OPEN)
+        assert isinstance(opened, SessionOpened)
+        assert isinstance(await ask(channel, step_of(10, 0)), SessionStepResponse)
+        blocker, *others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(3)]
+        await ask(blocker, OPEN)
+        inside, go_on, run = threading.Event(), threading.Event(), runner.step
+
+        def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+            inside.set()
+            go_on.wait(30.0)
+            return run(steps)
+
+        runner.step = step  # type: ignore[method-assign]
+        await blocker.send(step_of(1, 0))
+        await until(inside.is_set)
+        ops = (CacheOp(kind="crop", indices=(9,)), CacheOp(kind="repeat", indices=(8,)))
+        await channel.send(step_of(1, 9, batch_size=8, ops=ops))
+        await until(lambda: service.scheduler.num_waiting == 2)
+        # The first fork runs before the step, the second behind it.
+        for other in others:
+            await other.send(msgspec.structs.replace(OPEN, fork_of=opened.session, batch_size=8))
+        await until(lambda: service.scheduler.num_waiting + service.counts.refusals.total() == 4)
+        go_on.set()
+        for other in others:
+            refusal = await other.receive(timeout_s=5)
+            assert isinstance(refusal, Failure)
+            assert "the session to fork has 1 rows, the request names 8: fork first" in refusal.message
+        assert isinstance(await channel.receive(timeout_s=5), SessionStepResponse)
+        assert sorted(cache.batch_size for cache in runner.open_caches) == [1, 8]
+
+
+def test_room_of_an_admitted_step_is_not_taken_as_spare_room_of_others(service: Service) -> None:
+    layouts = {block: BlockKV(2, 8, 2, 8, torch.float32) for block in range(8)}
+    page_bytes = 64 * sum(layout.token_bytes for layout in layouts.values())
+    pool = KVPool(100 * page_bytes)
+    service = dataclasses.replace(service, kv_bytes=pool.budget_bytes, prefixes=PrefixStore(pool))
+
+    def session(peer: str, num_tokens: int) -> Session:
+        cache = KVCache(pool, layouts, range(8), 1, torch.device("cpu"))
+        cache.reserve(num_tokens)
+        cache.advance(num_tokens)
+        service.sessions.add(one := Session(peer, "v", cache.blocks, cache, Inbox(peer)))
+        return one
+
+    others = [session(f"other {number}", 10 * 64) for number in range(4)]
+    late = session("late", 0).cache
+    with contextlib.ExitStack() as admitted:
+        admitted.enter_context(room(service, "late", late.growth_bytes(1, 44 * 64, 44 * 64)))
+        for one in others:
+            admitted.enter_context(room(service, one.peer, one.cache.growth_bytes(1, 10 * 64 + 1, 1), one))
+            one.cache.reserve(1)
+            one.cache.advance(1)
+        late.reserve(44 * 64)
+    # With no such step, there is plenty for all.
+    late.close()
+    others[0].cache.advance(63)
+    others[0].cache.reserve(1)
+    assert others[0].cache.capacity > 12 * 64
 
 
 async def test_the_fork_of_many_short_rows_takes_room_for_their_pages(

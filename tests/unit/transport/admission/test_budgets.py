@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swarm_plugins.transport.admission import budgets
-from swarm_plugins.transport.admission.addresses import UNKNOWN, origin_of
+from swarm_plugins.transport.admission.addresses import UNKNOWN, ip_in, origin_of
 from swarm_plugins.transport.admission.budgets import CallBudget, CallBudgets
 from swarm_plugins.transport.admission.origins import Origins
 
@@ -57,6 +57,9 @@ def test_origins_are_read_from_addresses() -> None:
     assert origin_of(bytes([0x04, 10, 1, 2, 3, 0x06, 0, 1])) == (bytes([10, 1, 2, 3]), bytes([10, 1, 2]))
     assert origin_of(bytes([0x29, *range(16), 0x06, 0, 1])) == (bytes(range(8)), bytes(range(6)))
     assert origin_of(b"") == origin_of(b"\x04\x01") == origin_of(b"\x35abc") == UNKNOWN
+    assert ip_in(bytes([0x04, 10, 1, 2, 3, 0x06, 0, 1])) == "/ip4/10.1.2.3"
+    assert ip_in(bytes([0x29, *range(16), 0x06, 0, 1])) == "/ip6/1:203:405:607:809:a0b:c0d:e0f"
+    assert ip_in(b"") == ip_in(b"\x04\x01") == ip_in(b"\x35abc") == ""
 
 
 def test_long_answers_count_as_several_calls() -> None:
