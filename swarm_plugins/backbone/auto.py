@@ -31,6 +31,7 @@ from swarm_plugins.checkpoint.partition import num_blocks_of
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.model_names import expanded
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.weights.widths import QUANT_METHOD
 
@@ -94,6 +95,7 @@ class _AutoSwarm:
             CapacityError: If a budget of ``offload`` is too small.
             TransportError: If the swarm cannot be joined.
         """
+        name = str(expanded(name_or_dir))  # as PEFT writes it into an adapter's config
         settings = None if connection is not None else resolve_place(initial_peers, swarm, offload)
         if isinstance(settings, OnThisMachine):
             checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
@@ -102,7 +104,7 @@ class _AutoSwarm:
                 class_for_task(checkpoint.config, cls._what, cls._mapping),
                 checkpoint,
                 settings,
-                name_or_dir=name_or_dir,
+                name_or_dir=name,
                 dtype=dtype,
                 device=device,
                 config_changes=config_changes,
@@ -129,7 +131,7 @@ class _AutoSwarm:
             local_blocks=config.local_blocks,
             settings=settings,
             connection=connection,
-            model=checkpoint.name,
+            model=name,
         )
         # Joins now and not at the first step: a wrong address or a missing block shows before weights are read.
         stack.check()
@@ -138,7 +140,7 @@ class _AutoSwarm:
             base_class,
             checkpoint,
             stack,
-            name=str(name_or_dir),
+            name=name,
             dtype=dtype,
             device=str(device or "cpu"),
             config_changes=config_changes,

@@ -16,6 +16,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.vblora import VBLoRAModel
 from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterSpec, PeftLayer, PeftPart, PeftValue
@@ -29,8 +30,12 @@ _CONFIGS = "_swarm_configs"
 
 @functools.cache
 def follow_injection() -> None:
-    """Makes PEFT's injection note each adapter's config on its layers, and ask servers for norms. Idempotent."""
+    """Makes PEFT's injection note each adapter's config on its layers, and ask servers for norms. Idempotent.
+
+    And its loading of VB-LoRA give numbers to logits that were not saved.
+    """
     inject, start = BaseTuner.inject_adapter, DoraLinearLayer.update_layer
+    remap: Any = VBLoRAModel._remap_adapter_state_dict_for_load
 
     @functools.wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +52,17 @@ def follow_injection() -> None:
         else:
             self.weight = nn.Parameter(torch.ones(base_layer.out_features, dtype=lora_A.dtype, device=lora_A.device))
 
+    @functools.wraps(remap)
+    def remap_logits(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = remap(model, *args, **kwargs)
+        if any(map(_stack_of, model.modules())):
+            # PEFT takes -inf, which servers refuse. Softmax makes 0 of both, and float16 holds this one.
+            least = torch.finfo(torch.float16).min
+            found |= {name: one.clamp(min=least) for name, one in found.items() if "vblora_logits" in name}
+        return found
+
     BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
+    VBLoRAModel._remap_adapter_state_dict_for_load = staticmethod(remap_logits)  # type: ignore[method-assign]
     DoraLinearLayer.update_layer = update_layer  # type: ignore[method-assign]
 
 

@@ -25,32 +25,30 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
         Raises:
             ConfigError: If the model has none.
         """
-        self._metrics: dict[str, Any] = {}
         for earlier in state.log_history:  # of a run that is resumed
-            if any(name.startswith("eval_") for name in earlier):  # not one of the training
+            if _is_evaluation(earlier):
                 self.note_if_best(*self._monitored(args, earlier), earlier)
         if state.is_world_process_zero and model is not None:
             self.begin(model, Path(args.output_dir))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Publishes if the monitored metric has improved."""
-        self._metrics = dict(metrics or {})
-        monitor, mode = self._monitored(args, self._metrics)
-        self.publish_if_best(monitor, mode, state.global_step, self._all_metrics(state))
+        found = self._metrics_at(state, state.global_step) | dict(metrics or {})
+        monitor, mode = self._monitored(args, found)
+        self.publish_if_best(monitor, mode, state.global_step, found)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if "save" in self.on:
-            self.publish("save", state.global_step, self._all_metrics(state))
+            self.publish("save", state.global_step, self._metrics_at(state, state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publishes the final adapter and waits for pending uploads."""
         if "end" in self.on:
+            step = state.global_step
             if args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 # Its weights have been loaded. A better one since then was perhaps not saved.
                 step = int(state.best_model_checkpoint.rpartition("-")[2])
-                self.publish("end", step, self._metrics_at(state, step))
-            else:
-                self.publish("end", state.global_step, self._all_metrics(state))
+            self.publish("end", step, self._metrics_at(state, step))
         self.finish()
 
     def _monitored(self, args: Any, metrics: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -60,16 +58,18 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
             monitor, mode = args.metric_for_best_model, "max" if args.greater_is_better else "min"
         return monitor if monitor is None or monitor in metrics else f"eval_{monitor}", mode
 
-    def _all_metrics(self, state: Any) -> dict[str, Any]:
-        return {"train_loss": _loss_at(state, state.global_step), **self._metrics}
-
     def _metrics_at(self, state: Any, step: int) -> dict[str, Any]:
-        """Returns the figures of an earlier step that was evaluated."""
-        found = {"train_loss": _loss_at(state, step)}
-        for entry in state.log_history:
-            if entry["step"] == step:
+        """Returns the figures of the last evaluation up to a step, which may be of several sets of data."""
+        found: dict[str, Any] = {"train_loss": _loss_at(state, step)}
+        evaluated = [entry for entry in state.log_history if entry["step"] <= step and _is_evaluation(entry)]
+        for entry in evaluated:
+            if entry["step"] == evaluated[-1]["step"]:
                 found |= {name: value for name, value in entry.items() if name.startswith("eval_")}
         return found
+
+
+def _is_evaluation(entry: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval_") for name in entry)
 
 
 def _loss_at(state: Any, step: int) -> float | None:

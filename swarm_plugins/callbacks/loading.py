@@ -9,13 +9,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, PeftType
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from swarm_plugins.backbone.version import base_version
 from swarm_plugins.callbacks.carrying import check_unchanged
-from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.adapter_settings import check_settings
 from swarm_plugins.hub.folder import WEIGHTS_FILE
@@ -64,7 +64,8 @@ def load_adapter(
         ConfigError: If a setting is wrong, or the adapter was made for another version of the base.
         HubError: If the Hub does not have it or cannot be reached.
         CheckpointError: If it is not an adapter in safetensors format, or does not fit the model.
-        UnsupportedError: If its config names modules by expressions that cannot be matched in bounded time.
+        UnsupportedError: If its config names modules by expressions that cannot be matched in bounded time, or it is
+            to be trained and its file lacks the encoder of its prompt.
     """
     if on_mismatch not in ("refuse", "carry", "warn"):
         raise ConfigError(f"on_mismatch={on_mismatch!r} must be 'refuse', 'carry' or 'warn'")
@@ -129,6 +130,8 @@ def _loaded(
     folder = str(adapter.folder)
     try:
         config: PeftConfig = PeftConfig.from_pretrained(folder)
+        if is_trainable:
+            _check_encoder(config, adapter)
         if is_shared:
             _check_copies(model, adapter, getattr(config, "modules_to_save", None) or ())
         if isinstance(model, PeftModel):
@@ -140,9 +143,14 @@ def _loaded(
             replace_expressions(config, adapter.label, model)
             with DRAWING, without_peft_deprecation():
                 loaded = PeftModel.from_pretrained(
-                    model, folder, adapter_name=adapter_name, is_trainable=is_trainable, config=config
+                    model,
+                    folder,
+                    adapter_name=adapter_name,
+                    is_trainable=is_trainable and not config.is_prompt_learning,  # PEFT refuses that for prompts
+                    config=config,
                 )
         if config.is_prompt_learning:
+            config.inference_mode = not is_trainable
             loaded.prompt_encoder[adapter_name].requires_grad_(is_trainable)  # PEFT leaves it trainable
         return loaded
     except SwarmError:
@@ -164,6 +172,15 @@ def _joined(model: PeftModel, folder: str, name: str, config: PeftConfig) -> Pef
         model.delete_adapter(name)
         raise
     return model
+
+
+def _check_encoder(config: Any, adapter: AdapterFolder) -> None:
+    """Refuses to train soft prompts that an encoder has made: PEFT does not save the encoder."""
+    if config.peft_type == PeftType.P_TUNING or getattr(config, "prefix_projection", False):
+        raise UnsupportedError(
+            f"{adapter.label} is of the type {config.peft_type.value} and cannot be trained further: its file has what "
+            "its encoder has made, and not the encoder; load it to use it (is_trainable=False)"
+        )
 
 
 def _check_copies(model: nn.Module, adapter: AdapterFolder, saved: Collection[str]) -> None:

@@ -153,7 +153,9 @@ class Publishing:
 
     def publish_if_best(self, monitor: str | None, mode: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Publishes if the monitored metric is at a new best; what is evaluated outside of training does not count."""
-        if self._worker is not None and "best" in self.on and self.note_if_best(monitor, mode, metrics):
+        if self._worker is None or "best" not in self.on or not self.note_if_best(monitor, mode, metrics):
+            return
+        if step > 0:  # before, as with eval_on_start of transformers, nothing is trained
             self.publish("best", step, metrics)
 
     def note_if_best(self, monitor: str | None, mode: str, metrics: Mapping[str, Any]) -> bool:

@@ -101,7 +101,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def name_of(teacher: Any) -> str:
     """Returns the directory or Hub id of a teacher; empty if unknown."""
     if isinstance(teacher, str | Path):
-        return str(teacher)
+        return str(expanded(teacher))
     config = getattr(teacher, "config", None)
     return str(getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None) or "")
 

@@ -5,7 +5,7 @@ So every method, option and rounding is PEFT's, and no more than one module of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from swarm_plugins.weights.adapter_patterns import replace_expressions
 ADAPTER_NAME = "default"
 """PEFT's name for the adapter."""
 _LAYERS: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+_READ_WEIGHTS = ("ADAMSS", "FROD", "OSF", "PSOFT", "SUPERTUNING")
+"""Methods whose layers, when they are made, decompose or rank the base's weights, which an outline does not have."""
 
 
 class MergingAdapter:
@@ -64,10 +66,10 @@ class MergingAdapter:
                 f"{adapter.label} does not fit the base ({one_line(exc, with_kind=True)}): give the base that it was "
                 f"trained on{f', {adapter.base_name}' if adapter.base_name else ''}"
             ) from exc
-        if result.missing_keys:
+        if missing := _missing(model, result.missing_keys):
             raise CheckpointError(
-                f"{adapter.label} lacks {len(result.missing_keys)} tensors that its config asks for, such as "
-                f"{result.missing_keys[0]}: fetch it again"
+                f"{adapter.label} lacks {len(missing)} tensors that its config asks for, such as {missing[0]}: fetch "
+                "it again"
             )
         if result.unexpected_keys:
             raise CheckpointError(
@@ -132,8 +134,8 @@ def mergeable_config(adapter: AdapterFolder, outline: nn.Module) -> PeftConfig:
         raise CheckpointError(f"the config of {adapter.label} cannot be read ({one_line(exc)})") from exc
     tuners: Mapping[Any, Any] = PEFT_TYPE_TO_TUNER_MAPPING
     tuner = tuners.get(config.peft_type)
+    kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning or not hasattr(tuner, "merge_and_unload"):
-        kind = getattr(config.peft_type, "value", config.peft_type)
         raise UnsupportedError(
             f"{adapter.label} is of the type {kind}, which adds to the input or the model and cannot become part of "
             "the base's weights; LORA, IA3 and other methods that change weights can"
@@ -141,6 +143,11 @@ def mergeable_config(adapter: AdapterFolder, outline: nn.Module) -> PeftConfig:
     if found := changes_of_base(vars(config)):
         raise UnsupportedError(
             f"{adapter.label} sets {found}, which cannot be merged tensor by tensor: use PEFT's merge"
+        )
+    if kind in _READ_WEIGHTS and not getattr(config, "save_precomputed_indices", False):
+        raise UnsupportedError(
+            f"{adapter.label} is of the type {kind}, which reads the base's weights and cannot be merged tensor by "
+            "tensor: use PEFT's merge"
         )
     start = getattr(config, "init_lora_weights", None)
     if start not in HARMLESS_STARTS:
@@ -150,6 +157,13 @@ def mergeable_config(adapter: AdapterFolder, outline: nn.Module) -> PeftConfig:
         )
     config.inference_mode = True
     return config
+
+
+def _missing(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns those of the tensors named as not loaded that were not loaded by another name (VB-LoRA's bank) either."""
+    tensors = model.state_dict(keep_vars=True)
+    loaded = {id(one) for name, one in tensors.items() if name not in names}
+    return [name for name in names if name not in tensors or id(tensors[name]) not in loaded]
 
 
 def _given_names(adapter: AdapterFolder) -> set[str]:

@@ -18,6 +18,7 @@ from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.hub import save_student
 from swarm_plugins.hub.names import check_repo_id
 from swarm_plugins.hub_errors import WrongTypeError, repo_id_fault
+from swarm_plugins.model_names import expanded
 from swarm_plugins.recipes.adapter import save_whole
 from swarm_plugins.recipes.language import LanguageTuner
 
@@ -155,7 +156,7 @@ class StudentTuner(ModelTuner):
         Raises:
             ConfigError: If it is neither a directory nor a possible id on the Hub.
         """
-        if repo_id_fault(self._teacher) is not None and not Path(self._teacher).is_dir():
+        if repo_id_fault(self._teacher) is not None and not expanded(self._teacher).is_dir():
             raise ConfigError(
                 f"there is no directory {self._teacher!r} with a teacher: 'swarm fit --config recipes/prmoe.yaml' "
                 "trains the one of recipes/mos.yaml; or give the directory or Hub id of another as model.base"

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 
 from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import DRAWING, load_adapter
 from swarm_plugins.checkpoint import layer_list_name
-from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
+from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.hub.adapter_settings import check_config
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 from swarm_plugins.noise import without_tied_remark
@@ -109,7 +109,9 @@ def new_adapter(
             "use prompt_tuning_init='RANDOM' or 'SAMPLE_VOCAB'"
         )
     with _peft_errors(PEFT_CONFIG):
-        config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**{**found, "task_type": "CAUSAL_LM"})
+        # What PEFT has saved says inference_mode=true.
+        found |= {"task_type": "CAUSAL_LM", "inference_mode": False}
+        config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**found)
         return _with_adapter(base, config, seed, check)
 
 
@@ -121,20 +123,7 @@ def saved_adapter(base: Any, folder: Path, *, is_trainable: bool) -> PeftModel:
         CheckpointError: If it does not fit the model.
         UnsupportedError: If it is to be trained, and its file has only what its encoder has made.
     """
-    model = twin(base)
-    config = PeftConfig.from_pretrained(str(folder))
-    if not is_trainable or not config.is_prompt_learning:
-        return load_adapter(model, folder, is_trainable=is_trainable, is_shared=True).eval()
-    if config.peft_type != PeftType.PROMPT_TUNING and getattr(config, "prefix_projection", True):
-        raise UnsupportedError(
-            f"an adapter of type {config.peft_type.value} cannot be trained further: its file has what its encoder has "
-            "made, and not the encoder; sample from it"
-        )
-    # PEFT itself loads soft prompts only to use them.
-    loaded = load_adapter(model, folder, is_shared=True)
-    loaded.active_peft_config.inference_mode = False
-    loaded.prompt_encoder.requires_grad_(True)
-    return loaded.eval()
+    return load_adapter(twin(base), folder, is_trainable=is_trainable, is_shared=True).eval()
 
 
 @contextlib.contextmanager

@@ -133,7 +133,8 @@ def with_two(base: Any, make: Callable[[], PeftConfig]) -> PeftModel:
     return model
 
 
-SAVED = [*METHODS, "LORA-dora", "LORA-bias"]
+SAVED = METHODS | {name: OTHERS[name] for name in ("LORA-dora", "LORA-bias")}
+SAVED["VBLORA-top"] = config(peft.VBLoRAConfig, r=4, num_vectors=8, vector_length=8, save_only_topk_weights=True)
 
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
@@ -169,7 +170,7 @@ def test_dropout_trains_and_is_drawn_again_in_a_recomputation(pair) -> None:
 )
 @torch.no_grad()
 def test_saved_here_loads_there_and_back(pair, name: str, tmp_path: Path) -> None:
-    remote = tuned(pair.load_remote(), (METHODS | OTHERS)[name]())
+    remote = tuned(pair.load_remote(), SAVED[name]())
     before = remote(input_ids=IDS, attention_mask=MASK).logits
     untuned = pair.local(IDS, attention_mask=MASK).logits
     assert float((before - untuned).abs().max()) > 1e-2, "the adapter has no effect"

@@ -61,10 +61,14 @@ def test_a_new_teacher_teaches_a_student_until_the_stop(text: Path, tmp_path: Pa
     assert "kd_loss" not in again.output, "past the stop, a resumed run has no teacher"
 
 
-def test_a_base_in_few_bits_is_trained_in_float32_and_teaches_as_it_is(tmp_path: Path) -> None:
+def test_a_base_in_few_bits_is_trained_in_float32_and_teaches_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_model("mixtral").bfloat16().save_pretrained(tmp_path)
     assert ModelTuner(base=str(tmp_path)).make_model().dtype == torch.float32
-    tuner = StudentTuner(base=str(tmp_path), depth=1)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    tuner = StudentTuner(base=f"~/{tmp_path.name}", depth=1)
+    tuner.prepare_data()
     assert tuner.make_model().dtype == torch.float32
     assert tuner._load_teacher().dtype == torch.bfloat16
 

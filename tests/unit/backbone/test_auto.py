@@ -14,6 +14,7 @@ from swarm_plugins.backbone import (
     AutoSwarmModelForCausalLM,
     AutoSwarmModelForSequenceClassification,
 )
+from swarm_plugins.backbone.version import base_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.loading import class_for_task
 from swarm_plugins.errors import CheckpointError, ConfigError, MissingBlocksError, UnsupportedError
@@ -36,7 +37,20 @@ def test_the_class_is_hf_s_own(remote, local, directory: Path) -> None:
     assert not remote.training
 
 
-def test_pefts_config_names_the_base_as_it_was_loaded(remote, directory: Path, tmp_path: Path) -> None:
+@torch.no_grad()
+def test_the_default_device_does_not_matter(local, directory: Path) -> None:
+    # As in configure_model of a Trainer on a GPU, whose device is the default there.
+    with torch.device("meta"), InProcessSwarm(directory) as swarm:
+        found = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)(IDS).logits
+    torch.testing.assert_close(found, local(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_pefts_config_names_the_base_wherever_home_is(
+    swarm: InProcessSwarm, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(directory.parent))
+    remote = AutoSwarmModelForCausalLM.from_pretrained(f"~/{directory.name}", connection=swarm.connection)
+    assert len(base_blocks(remote)) == remote.config.num_hidden_layers
     wrapped = get_peft_model(remote, LoraConfig(r=2, target_modules=["q_proj"]))
     assert wrapped.peft_config["default"].base_model_name_or_path == remote.config._name_or_path == str(directory)
     wrapped.save_pretrained(str(tmp_path))

@@ -12,18 +12,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    PeftConfig,
+    PeftModel,
+    PeftType,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import load_adapter
 from swarm_plugins.callbacks import loading
 from swarm_plugins.callbacks.publishing import Publishing
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.versions import ModelVersion
 
 Adapted = Callable[..., PeftModel]
+PROMPTS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
 
 
 @pytest.fixture
@@ -110,7 +119,7 @@ def test_one_that_joins_others_is_frozen_unless_it_shall_be_trained(
 
 @pytest.mark.parametrize("is_trainable", [False, True])
 def test_a_prompt_joins_a_prompt(is_trainable: bool, base_dir: Path, tmp_path: Path) -> None:
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    config = PromptTuningConfig(**PROMPTS)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base_dir), config).save_pretrained(tmp_path)
     first = load_adapter(AutoModelForCausalLM.from_pretrained(base_dir), tmp_path)
     model = load_adapter(first, tmp_path, adapter_name="second", is_trainable=is_trainable)
@@ -136,6 +145,29 @@ def test_it_can_be_trained_further(folder: Path, base_dir: Path) -> None:
         "lora_A",
         "lora_B",
     }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [PromptTuningConfig(**PROMPTS), PrefixTuningConfig(**PROMPTS), PromptEncoderConfig(**PROMPTS)],
+    ids=lambda config: config.peft_type.value,
+)
+def test_a_prompt_can_be_trained_further_if_its_file_has_all_of_it(
+    config: PeftConfig, adapted: Adapted, base_dir: Path, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    first = adapted(config)
+    first.save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(base_dir)
+    if config.peft_type == PeftType.P_TUNING:
+        with pytest.raises(UnsupportedError, match=r"type P_TUNING and cannot be trained further: .*; load it to use"):
+            load_adapter(base, tmp_path, is_trainable=True)
+        return
+    model = load_adapter(base, tmp_path, is_trainable=True)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert loss == first(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+    assert [name for name, gradient in trained.items() if gradient.any()] == ["prompt_encoder.default.embedding.weight"]
 
 
 def test_a_damaged_adapter_and_one_that_does_not_fit_are_named(folder: Path, base_dir: Path) -> None:

@@ -119,7 +119,7 @@ def test_best_means_better_than_ever_before(
     model = adapted()
     publisher = publishing(hub, on=["best"])
     publisher.begin(model, tmp_path)
-    for step, value in enumerate(values):
+    for step, value in enumerate(values, 1):
         change(model)
         publisher.publish_if_best("metric", mode, step, {"metric": value})
         publisher.publish_if_best(None, mode, step, {"metric": -value})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,7 +184,7 @@ def test_saves_that_lightning_does_not_tell_of_are_mentioned(
     assert [version.tag for version in callback.pushed] == ["v1"]
 
 
-def hf_trainer(model: Any, folder: Path, callback: Any, **options: Any) -> Trainer:
+def hf_trainer(model: Any, folder: Path, callback: Any, *, sets: Sequence[str] = (), **options: Any) -> Trainer:
     drawn = torch.randint(3, 100, (4, 12), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in drawn]
     settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", **options}
@@ -198,18 +198,21 @@ def hf_trainer(model: Any, folder: Path, callback: Any, **options: Any) -> Train
         disable_tqdm=True,
         **settings,  # type: ignore[arg-type]
     )
-    return Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=[callback])  # type: ignore[arg-type]
+    held_out: Any = dict.fromkeys(sets, rows) if sets else rows
+    return Trainer(model, args, train_dataset=rows, eval_dataset=held_out, callbacks=[callback])  # type: ignore[arg-type]
 
 
 def test_transformers_publishes_at_saves_and_at_the_best(hub: LocalHub, adapted: Adapted, tmp_path: Path) -> None:
     callback = HubAdapterTrainerCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST)
-    run = hf_trainer(adapted(), tmp_path, callback, metric_for_best_model="loss", greater_is_better=False)
+    options = {"metric_for_best_model": "eval_b_loss", "greater_is_better": False, "eval_on_start": True}
+    run = hf_trainer(adapted(), tmp_path, callback, sets=["a", "b"], **options)
     run.train()
+    assert next(entry["step"] for entry in run.state.log_history if "eval_b_loss" in entry) == 0
     assert [version.tag for version in callback.pushed] == ["v1", "v2"]
     manifest = Manifest.read(callback.pushed[-1].folder)
     assert manifest is not None
     assert (manifest.step, manifest.base is not None) == (4, True)
-    assert {"train_loss", "eval_loss"} <= manifest.metrics.keys()
+    assert {"train_loss", "eval_a_loss", "eval_b_loss"} <= manifest.metrics.keys()
     assert not [name for name in manifest.metrics if "runtime" in name or "second" in name]
     assert callback.best == run.state.best_metric
 
@@ -267,7 +270,6 @@ def test_the_step_at_the_end_is_that_of_the_weights(saved: str | None, step: int
     callback = HubAdapterTrainerCallback("me/adapter", on=["end"])
     published: list[tuple[int, Any]] = []
     callback.publish = lambda event, step, metrics: published.append((step, metrics["eval_loss"]))  # type: ignore[assignment]
-    callback._metrics = {"eval_loss": 0.4}
     history = [{"step": number, "eval_loss": number / 10} for number in (2, 3, 4)]
     state: Any = SimpleNamespace(best_model_checkpoint=saved, best_global_step=3, global_step=4, log_history=history)
     callback.on_train_end(SimpleNamespace(load_best_model_at_end=True), state, None)

@@ -154,12 +154,16 @@ def test_label_smoothing_is_refused(student: PreTrainedModel, teacher: PreTraine
         hf_trainer(student, callback, label_smoothing_factor=0.1).train()
 
 
-def test_another_tokenizer_is_refused(student: PreTrainedModel, teacher_dir: Path, hf_trainer: Make) -> None:
+def test_another_tokenizer_is_refused(
+    student: PreTrainedModel, teacher_dir: Path, hf_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tiny_tokenizer()
     other.add_tokens(["swarm"])
-    trainer = hf_trainer(student, StagedDistillationTrainerCallback(teacher_dir, stop_at=3))
+    monkeypatch.setenv("HOME", str(teacher_dir.parent))
+    trainer = hf_trainer(student, StagedDistillationTrainerCallback("~/teacher", stop_at=3))
     trainer.callback_handler.processing_class = other
     with pytest.raises(ConfigError, match=r"differs from the student's in 1 of \d+ tokens: 'swarm' is None there and"):
         trainer.train()
     trainer.callback_handler.processing_class = tiny_tokenizer()
     trainer.train()
+    assert student.config.distillation["teacher"] == "teacher"

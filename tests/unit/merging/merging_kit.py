@@ -16,9 +16,11 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LORA = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "v_proj", "o_proj"]}
 
 
-def save_base(folder: Path, family: str = "llama", *, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Path:
+def save_base(
+    folder: Path, family: str = "llama", *, dtype: torch.dtype = torch.bfloat16, num_layers: int = 2, **settings: Any
+) -> Path:
     """Saves a tiny model in several shards."""
-    model = tiny_model(family, num_layers=2)
+    model = tiny_model(family, num_layers=num_layers)
     for name, value in settings.items():
         setattr(model.config, name, value)
     model.tie_weights()

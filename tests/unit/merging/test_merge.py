@@ -11,14 +11,25 @@ import pytest
 import torch
 from gguf_models import save_gguf
 from merging_kit import EXPERTS, LORA, load, merged_by_peft, save_adapter, save_base
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+    AdamssConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PeftType,
+    PromptTuningConfig,
+)
 from published_models import save_fused_fp8, save_mxfp4, save_published
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.conversions import Conversions
-from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, SwarmError, UnsupportedError
 from swarm_plugins.hub import Manifest, open_adapter
 from swarm_plugins.merging import merge_adapter, places
 from swarm_plugins.merging.merge import FloatName
@@ -67,6 +78,53 @@ def test_a_merged_folder_is_what_peft_merges(tmp_path: Path, family: str, config
     shards = [{name: info.file for name, info in Checkpoint.open(one).tensors.items()} for one in (base, out)]
     assert shards[0] == shards[1]
     assert len(set(shards[0].values())) > 1
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"init_r": 4, "total_step": 10},
+    "BEFT": {},
+    "C3A": {"block_size": 8, "init_weights": "gaussian"},
+    "FOURIERFT": {"n_frequency": 16},
+    "FROD": {},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "OFT": {"oft_block_size": 8},
+    "OSF": {},
+    "ROAD": {"group_size": 8},
+    "SUPERTUNING": {"sparsity": 0.9},
+    "TINYLORA": {"r": 2, "u": 8},
+    "TRAINABLE_TOKENS": {"target_modules": None, "token_indices": [3, 5]},
+    "UNILORA": {"r": 4, "theta_d_length": 64},
+    "VBLORA": {"r": 4, "num_vectors": 8, "vector_length": 8},
+    "WAVEFT": {"n_frequency": 16},
+}
+# BEFT adds to biases, which this base does not have.
+REFUSED = {"BEFT", "FROD", "LILY", "OSF", "POLY", "PSOFT", "SHADOW", "SUPERTUNING-unsaved"}
+METHODS = {kind.value for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items() if hasattr(tuner, "merge_and_unload")}
+METHODS -= {"LORA", "IA3", "LOHA", "ADAMSS"}  # above and below
+METHODS -= {"BOFT", "XLORA"}  # the one compiles an extension, the other wraps adapters
+VARIANTS = {"SUPERTUNING-unsaved": {"save_precomputed_indices": False}, "VBLORA-top": {"save_only_topk_weights": True}}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("small") / "base", num_layers=1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", sorted(METHODS | VARIANTS.keys()))
+def test_every_method_is_merged_as_by_peft_or_refused(tmp_path: Path, small: Path, name: str) -> None:
+    kind = name.partition("-")[0]
+    options = {"target_modules": ["q_proj"], **OPTIONS.get(kind, {"r": 4}), **VARIANTS.get(name, {})}
+    folder = save_adapter(tmp_path / "adapter", small, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**options))
+    base, adapter = Checkpoint.open(small), open_adapter(folder)
+    if name in REFUSED:
+        with pytest.raises(SwarmError, match="cannot be merged"):
+            MergedModel(base, adapter).read("model.layers.0.self_attn.q_proj.weight")
+        return
+    found, wanted, before = MergedModel(base, adapter), merged_by_peft(small, folder), load(small).state_dict()
+    changed = [one for one in wanted if not torch.equal(wanted[one], before[one])]
+    assert changed
+    assert [one for one in changed if not torch.equal(found.read(one), wanted[one])] == []
 
 
 @pytest.mark.parametrize(
@@ -245,6 +303,9 @@ def test_what_cannot_become_weights_is_refused(tmp_path: Path) -> None:
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"init_lora_weights": "pissa"}))
     with pytest.raises(UnsupportedError, match="sets init_lora_weights='pissa', which changes the base"):
+        merge_adapter(adapter, tmp_path / "out", base=base)
+    AdamssConfig(target_modules=["q_proj"]).save_pretrained(adapter)
+    with pytest.raises(UnsupportedError, match="is of the type ADAMSS, which reads the base's weights and cannot be"):
         merge_adapter(adapter, tmp_path / "out", base=base)
 
 

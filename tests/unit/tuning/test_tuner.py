@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -23,6 +23,7 @@ from type_models import tiny_type_config
 from swarm_plugins.backbone.twin import twin
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, NumericError
+from swarm_plugins.hub.adapter_settings import _HARMLESS_TYPES
 from swarm_plugins.testing import save_tiny
 from swarm_plugins.tuning import adapters
 from swarm_plugins.tuning.adapters import new_adapter, new_lora
@@ -256,6 +257,16 @@ def test_an_adapter_is_counted_before_it_is_made(base: Any, settings: dict[str, 
     assert counted == [own_bytes(model, base)]
     lora = new_lora(base, rank=3, check=counted.append)
     assert counted[1] == own_bytes(lora, base)
+
+
+@pytest.mark.parametrize("kind", _HARMLESS_TYPES)
+def test_a_config_that_peft_saved_is_trained(base: Any, kind: str, tmp_path: Path) -> None:
+    settings = {"num_virtual_tokens": 2} if "TUNING" in kind else {"target_modules": ["q_proj"]}
+    settings |= {"feedforward_modules": []} if kind == "IA3" else {}
+    saved = get_peft_model(twin(base), PEFT_TYPE_TO_CONFIG_MAPPING[kind](**settings, task_type="CAUSAL_LM"))
+    saved.save_pretrained(tmp_path)  # which says inference_mode=true
+    tuner = Tuner(new_adapter(base, (tmp_path / "adapter_config.json").read_text()))
+    assert tuner.parameters.keys() == {name for name, one in saved.named_parameters() if one.requires_grad}
 
 
 def test_what_is_too_large_is_not_made(base: Any) -> None:
