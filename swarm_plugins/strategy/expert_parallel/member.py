@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel import clip_gradients, parallelism_of, parallelize, synchronize_gradients
@@ -26,9 +26,9 @@ from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_st
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _OPTIONS = ("ep_size", "ep_implementation", "expert_slices", "tp_size", "ranks_per_node", "timeout_s")
-# Parameter -> whether its gradient is that of all ranks; any backward pass makes it False. One for all strategies:
-# hooks of an earlier one must not divide the gradients again.
-_IS_SYNCHRONIZED = WeakIdKeyDictionary()
+# On a parameter: whether a backward pass has reached it since its gradient was that of all ranks. A weak dictionary
+# would keep torch from moving it.
+_IS_NEW = "_swarm_is_gradient_new"
 
 
 class ExpertParallelMember:
@@ -132,7 +132,8 @@ class ExpertParallelMember:
         # A rank whose experts had no tokens may have none where others do.
         if self.reduce_boolean_decision(is_new, all=False):
             synchronize_gradients(module, parameters=trained)
-            _IS_SYNCHRONIZED.update(dict.fromkeys(trained, True))
+            for one in trained:
+                setattr(one, _IS_NEW, False)
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Has an optimizer load whole tensors, and step with the gradients of all ranks, whatever calls it."""
@@ -244,10 +245,15 @@ class ExpertParallelMember:
 def _have_new_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     """Returns whether a backward pass has reached any of the parameters since they were synchronized."""
     for one in parameters:
-        if one not in _IS_SYNCHRONIZED:
-            _IS_SYNCHRONIZED[one] = False
-            one.register_post_accumulate_grad_hook(lambda used: _IS_SYNCHRONIZED.update({used: False}))
-    return any(one.grad is not None and not _IS_SYNCHRONIZED[one] for one in parameters)
+        # A copy, or one that torch has moved, may have lost its hook.
+        if _note_backward not in (one._post_accumulate_grad_hooks or {}).values():
+            one.register_post_accumulate_grad_hook(_note_backward)
+            _note_backward(one)
+    return any(one.grad is not None and getattr(one, _IS_NEW) for one in parameters)
+
+
+def _note_backward(parameter: Tensor) -> None:
+    setattr(parameter, _IS_NEW, True)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
