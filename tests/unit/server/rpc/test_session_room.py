@@ -34,6 +34,20 @@ from swarm_plugins.transport.messages import (
 )
 
 
+def holding(runner: FakeRunner, *, longer_than: int = -1) -> tuple[threading.Event, threading.Event]:
+    """Holds steps of longer sessions; returns what is set once one has begun, and what lets them go on."""
+    inside, go_on, run = threading.Event(), threading.Event(), runner.step
+
+    def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+        if steps[0].cache.length > longer_than:
+            inside.set()
+            go_on.wait(30.0)
+        return run(steps)
+
+    runner.step = step  # type: ignore[method-assign]
+    return inside, go_on
+
+
 async def test_share_of_the_kv_budget_is_kept(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens in 4 blocks; one peer gets 358 of them, in pages of 64.
     service.kv_bytes = 512 * TOKEN_BYTES
@@ -165,15 +179,7 @@ async def test_what_a_long_prompt_has_taken_counts_once_while_the_rest_runs(
         theirs = await stranger.open("server", "rpc_session", timeout_s=5)
         for one in (channel, theirs):
             await ask(one, OPEN)
-        inside, go_on, run = threading.Event(), threading.Event(), runner.step
-
-        def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
-            if steps[0].cache.length > 64:
-                inside.set()
-                go_on.wait(30.0)
-            return run(steps)
-
-        runner.step = step  # type: ignore[method-assign]
+        inside, go_on = holding(runner, longer_than=64)
         await channel.send(step_of(192, 0))
         await until(inside.is_set)
         # Two of its three pages are held, one is promised, and one is free.
@@ -217,14 +223,7 @@ async def test_a_fork_gets_no_more_than_it_has_taken_room_for(service: Service, 
         assert isinstance(opened, SessionOpened)
         fork = msgspec.structs.replace(OPEN, fork_of=opened.session)
         other = await transport.open("server", "rpc_session", timeout_s=5)
-        inside, go_on, run = threading.Event(), threading.Event(), runner.step
-
-        def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
-            inside.set()
-            go_on.wait(30.0)
-            return run(steps)
-
-        runner.step = step  # type: ignore[method-assign]
+        inside, go_on = holding(runner)
         await channel.send(step_of(100, 0))
         await until(inside.is_set)
         await other.send(fork)
@@ -247,14 +246,7 @@ async def test_a_fork_takes_room_for_all_rows_that_it_gets(service: Service, run
         assert isinstance(await ask(channel, step_of(10, 0)), SessionStepResponse)
         blocker, *others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(3)]
         await ask(blocker, OPEN)
-        inside, go_on, run = threading.Event(), threading.Event(), runner.step
-
-        def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
-            inside.set()
-            go_on.wait(30.0)
-            return run(steps)
-
-        runner.step = step  # type: ignore[method-assign]
+        inside, go_on = holding(runner)
         await blocker.send(step_of(1, 0))
         await until(inside.is_set)
         ops = (CacheOp(kind="crop", indices=(9,)), CacheOp(kind="repeat", indices=(8,)))
