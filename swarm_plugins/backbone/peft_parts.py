@@ -32,7 +32,7 @@ _CONFIGS = "_swarm_configs"
 def follow_injection() -> None:
     """Makes PEFT's injection note each adapter's config on its layers, and ask servers for norms. Idempotent.
 
-    And its loading of VB-LoRA give numbers to logits that were not saved.
+    It also makes PEFT's loading of VB-LoRA give finite values to logits that were not saved.
     """
     inject, start = BaseTuner.inject_adapter, DoraLinearLayer.update_layer
     remap: Any = VBLoRAModel._remap_adapter_state_dict_for_load
@@ -56,7 +56,7 @@ def follow_injection() -> None:
     def remap_logits(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         found: dict[str, Tensor] = remap(model, *args, **kwargs)
         if any(map(_stack_of, model.modules())):
-            # PEFT takes -inf, which servers refuse. Softmax makes 0 of both, and float16 holds this one.
+            # PEFT sets them to -inf, which servers refuse. In a softmax this value gives 0, too, and it fits float16.
             least = torch.finfo(torch.float16).min
             found |= {name: one.clamp(min=least) for name, one in found.items() if "vblora_logits" in name}
         return found

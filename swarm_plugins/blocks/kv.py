@@ -47,7 +47,7 @@ class KVPool:
         self.on_reserve: Callable[[], None] | None = None
         """Called when bytes have been taken; what only uses what is left gives way then."""
         self.promised: Callable[[], int] = lambda: 0
-        """Returns the bytes that steps which were let in will still take: no spare room is made of them."""
+        """Returns how many bytes admitted steps will still need; spare capacity leaves them free."""
 
     @property
     def free_bytes(self) -> int:

@@ -59,7 +59,7 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
         return monitor if monitor is None or monitor in metrics else f"eval_{monitor}", mode
 
     def _metrics_at(self, state: Any, step: int) -> dict[str, Any]:
-        """Returns the figures of the last evaluation up to a step, which may be of several sets of data."""
+        """Returns the metrics of the last evaluation up to a step, of all its datasets."""
         found: dict[str, Any] = {"train_loss": _loss_at(state, step)}
         evaluated = [entry for entry in state.log_history if entry["step"] <= step and _is_evaluation(entry)]
         for entry in evaluated:

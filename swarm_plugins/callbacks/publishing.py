@@ -155,7 +155,7 @@ class Publishing:
         """Publishes if the monitored metric is at a new best; what is evaluated outside of training does not count."""
         if self._worker is None or "best" not in self.on or not self.note_if_best(monitor, mode, metrics):
             return
-        if step > 0:  # before, as with eval_on_start of transformers, nothing is trained
+        if step > 0:  # nothing is trained at step 0 (transformers' eval_on_start)
             self.publish("best", step, metrics)
 
     def note_if_best(self, monitor: str | None, mode: str, metrics: Mapping[str, Any]) -> bool:

@@ -59,7 +59,7 @@ _OPEN = "open"
 _UPLOAD_UNIT_BYTES = 4096
 """Unit of work in the observed pace of uploads."""
 _SMALL_BYTES = 64 * 1024
-"""The kernel takes a request of this size at once, whatever its reader does."""
+"""Requests up to this size fit into the kernel's buffers even if nobody reads."""
 
 
 class Peers:
@@ -144,7 +144,7 @@ class Peers:
             raise
 
     async def _sent(self, peer: str, send: Coroutine[Any, Any, None], limit_s: float, num_bytes: int) -> None:
-        """Sends a large request; a peer that is late to take it has to show meanwhile that it is at work."""
+        """Sends a large request; a peer that is slow to read it must show that it is at work."""
         rules, started = self.book.rules, time.monotonic()
         wait_s, most_s = min(rules.late_s, limit_s), rules.longest_s + num_bytes / rules.slow_link_bytes_per_s
         sending = asyncio.create_task(send, name="send a large request")

@@ -28,7 +28,7 @@ ADAPTER_NAME = "default"
 """PEFT's name for the adapter."""
 _LAYERS: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 _READ_WEIGHTS = ("ADAMSS", "FROD", "OSF", "PSOFT", "SUPERTUNING")
-"""Methods whose layers, when they are made, decompose or rank the base's weights, which an outline does not have."""
+"""Methods that decompose or rank the base's weights when their layers are made; an outline has no weights."""
 
 
 class MergingAdapter:
@@ -160,7 +160,7 @@ def mergeable_config(adapter: AdapterFolder, outline: nn.Module) -> PeftConfig:
 
 
 def _missing(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Returns those of the tensors named as not loaded that were not loaded by another name (VB-LoRA's bank) either."""
+    """Returns the names whose tensor was not loaded under another name: VB-LoRA's layers share one bank."""
     tensors = model.state_dict(keep_vars=True)
     loaded = {id(one) for name, one in tensors.items() if name not in names}
     return [name for name in names if name not in tensors or id(tensors[name]) not in loaded]

@@ -129,14 +129,14 @@ def parallelize(
 
 @cache  # once per process
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_leave_kernels_for_many_tensors)
+    register_optimizer_step_pre_hook(_avoid_multi_tensor_kernels)
 
 
-def _leave_kernels_for_many_tensors(optimizer: Optimizer, *_: Any) -> None:
-    """Has an optimizer update parameters one by one where experts and other parameters share a group.
+def _avoid_multi_tensor_kernels(optimizer: Optimizer, *_: Any) -> None:
+    """Makes an optimizer update parameters one by one in groups that mix experts and other parameters.
 
-    Torch's kernels for many tensors, its default on CUDA, take none that lie on different meshes, or on a mesh and on
-    none (torch 2.13). Before each step, since loading a state brings its options along.
+    Torch's multi-tensor kernels, its default on CUDA, refuse tensors of different meshes, and tensors with and without
+    one (torch 2.13). This is checked before each step, since a loaded state brings options of its own.
     """
     for group in optimizer.param_groups:
         if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:

@@ -44,11 +44,11 @@ class Embedding:
             peers = None
         if not isinstance(peers, list) or not all(isinstance(peer, str) for peer in peers):
             raise ConfigError(f"expected one line with a JSON list of addresses on stdin, got {line[:200]!r}")
-        # It may have gone before this one could see whose child it is, and `end_with` waits for another process then.
+        # If it died before this process looked up its parent, `end_with` watches the wrong one.
         asked = select.poll()
         asked.register(sys.stdin, select.POLLHUP)
         if asked.poll(0):
-            raise ConfigError("the parent of this server has gone: nobody is left to serve")
+            raise ConfigError("the process that started this server has ended, so the server ends, too")
         return peers
 
     def send(self, event: str, **values: object) -> None:

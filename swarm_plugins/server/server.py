@@ -258,7 +258,7 @@ class SwarmServer:
         self._chores.append(kept_going(sweep(service), "drop expired graphs"))
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)
         await presence.serve(handlers)
-        # Not before: clients avoid a server that is announced so and does not answer.
+        # Only now: clients avoid a server that is announced as online but does not answer.
         service.describe(state="online")
         await presence.announce(lambda: self.info)
 

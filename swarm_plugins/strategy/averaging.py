@@ -18,7 +18,7 @@ _AVERAGING = (
 
 
 def refuse_averaging(trainer: Any, why: str) -> None:
-    """Checks that no callback of a Trainer that is about to fit averages weights.
+    """Raises if a Trainer that is about to fit has a callback that averages weights.
 
     Args:
         trainer: The Trainer, of either package.

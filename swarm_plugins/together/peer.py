@@ -278,11 +278,9 @@ class RunPeer:
 
     def _compare(self, peer: str, contribution: Contribution) -> None:
         """Expels a peer that has signed something else before."""
-        is_of_this = Place(contribution.round, contribution.base) == self._roster.place
-        if not is_of_this or peer not in self._roster.known:
+        if Place(contribution.round, contribution.base) != self._roster.place or peer not in self._roster.known:
             return
-        first = self._signed.setdefault(peer, contribution)
-        if self._expelled.compare(peer, first, contribution):
+        if self._expelled.compare(peer, self._signed.setdefault(peer, contribution), contribution):
             self._roster.forget(peer)
 
     async def _run(self) -> None:
@@ -294,9 +292,8 @@ class RunPeer:
                 log.warning("run %s: %s", self.run_id, error)
             except Exception:  # a fault here must not leave the trainer waiting
                 log.exception("run %s: this turn has failed; the next one follows", self.run_id)
-            pause_s = self._config.poll_s / (_HURRY if self.round.closing_s else 1)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(self._config.poll_s / (_HURRY if self.round.closing_s else 1)):
                     await self._wake.wait()
 
     def _warn_of_others(self) -> None:
@@ -324,9 +321,9 @@ class RunPeer:
             is_long = len(now.state.blob) > _LONG_BYTES
             state = await asyncio.to_thread(now.after, record) if is_long else now.after(record)
             self._last_record = record
-            listed = {peer for peer, one in now.contributions.items() if one in record.contributions}
-            late = set(self.living) - listed
-            self._enter(state, absent=frozenset(late))
+            counted = {peer for peer, one in now.contributions.items() if one in record.contributions}
+            late = frozenset(self.living) - counted
+            self._enter(state, absent=late)
             log.info(
                 "run %s: round %d had %d peers%s",
                 self.run_id,

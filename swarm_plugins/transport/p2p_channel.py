@@ -37,8 +37,8 @@ _RESERVED_PART = 16
 """One stream of so many is for peers that have done something for this server."""
 _END_CHECKS, _END_CHECK_S = 20, 0.01
 _OUTLIVING = ("rpc_push", "rpc_adapter")
-"""Rpcs whose requests go on when their sender leaves: what is pushed is for others, and a thread that checks an upload
-cannot be stopped."""
+"""Rpcs whose requests are finished although the client has left: pushes are for others, and the thread that checks an
+upload cannot be stopped."""
 
 
 def protocol_name(rpc: str) -> str:
@@ -124,14 +124,14 @@ async def _take_over(stream: FrameStream, reader: asyncio.StreamReader, writer: 
 
 
 class _Served(FrameStream):
-    """A server's end, which notices that the other one leaves while its request is worked on.
+    """The server's end of a stream, which notices if the client leaves while its request is processed.
 
-    That is between a `receive` and the next `send` or `receive`. Threads that decode and encode are not interrupted:
-    what they hold would not be counted any more.
+    That is between a `receive` and the next `send` or `receive`. Decoding and encoding are not interrupted: the memory
+    that their threads hold would no longer be counted.
     """
 
     on_lost: Callable[[], object] | None = None
-    """None: requests are worked on all the same."""
+    """Called then; None if requests are finished all the same."""
     _is_at_work = False
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:

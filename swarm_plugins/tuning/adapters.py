@@ -109,7 +109,7 @@ def new_adapter(
             "use prompt_tuning_init='RANDOM' or 'SAMPLE_VOCAB'"
         )
     with _peft_errors(PEFT_CONFIG):
-        # What PEFT has saved says inference_mode=true.
+        # PEFT saves configs with inference_mode=true.
         found |= {"task_type": "CAUSAL_LM", "inference_mode": False}
         config = PEFT_TYPE_TO_CONFIG_MAPPING[found.pop("peft_type")](**found)
         return _with_adapter(base, config, seed, check)

@@ -105,7 +105,7 @@ class Told(Generic[Request, Response]):
         self.is_given_up = False
         """Whether no server sends its input any more."""
         self.is_begun = False
-        """Whether its server may have got a part of it."""
+        """Whether part of it may have reached its server."""
         self.is_collected = False
         """Whether its answer was waited for."""
         self._peers = peers

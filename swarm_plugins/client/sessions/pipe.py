@@ -228,8 +228,8 @@ class Pipe:
                 answers.append(await self._advance(stage, index, current, replace(chunk, hidden=hidden)))
                 retries.progressed()
             except SentInVainError:
-                # By this client then; after a replay if the session is closed, as it is when more steps were told, or
-                # one is just being told: what is sent now would lie in the midst of it.
+                # Then this client sends the input, after a replay if the session is closed. It is closed if the server has
+                # been told of later steps, or of a part of one: what is sent now would end up inside that.
                 if any(one.is_begun for one in stage.told[index + 1 :]):
                     await current.close()
                 stage.give_up()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from swarm_plugins.transport.channel import Channel
 
 _OPEN = "open session"
-"""What opening a session is called in observed paces."""
+"""Under this name, the book keeps how long opening a session takes."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class SpanSession:
         self._name, self._room = opened.session, (request.batch_size, opened.max_tokens)
 
     def _copied(self, request: SessionOpen) -> int:
-        """Returns the tokens whose copying takes time: those of the prefix, or of the session to fork."""
+        """Returns how many tokens the server has to copy: those of the prefix, or of the session to fork."""
         return max(1, request.batch_size * self.history.length) if request.prefix or request.fork_of else 1
 
     @contextlib.asynccontextmanager

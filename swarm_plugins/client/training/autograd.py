@@ -59,8 +59,8 @@ class _BatchFunction(torch.autograd.Function):
         backward = ctx.call.backward(ctx.layout.with_tensors(grads), needs_hidden=needs_hidden, needs=needs)
         grad_hidden, *gradients = ctx.loop.run(backward)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            # The hidden states between spans go like the saved tensors, not with the loss, which users may hold. Public
-            # functions of torch do not tell whether the graph is kept.
+            # Frees the hidden states between spans together with the saved tensors: users may keep the loss. No public
+            # function of torch tells whether the graph is kept.
             ctx.call = None
         # Adapters may live on an accelerator; gradients arrive in ordinary memory.
         wanted = [

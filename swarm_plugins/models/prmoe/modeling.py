@@ -274,10 +274,10 @@ class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
         return torch.stack([load_balancing_loss(one, picks, mask).to(home) for one in router_logits]).sum()
 
     def _trains_routers(self) -> bool:
-        """Returns whether a load-balancing loss would teach a router: not if all are frozen."""
+        """Returns whether a router is trained, so that a load-balancing loss has an effect."""
         if not self.training or not self.config.router_aux_loss_coef:
             return False
-        # Also by an adapter, which freezes the router's own weight.
+        # Adapters count: they freeze the router's own weight.
         gates = [one.gate for one in self.modules() if isinstance(one, PRMoESparseMoeBlock)]
         return any(parameter.requires_grad for gate in gates for parameter in gate.parameters())
 

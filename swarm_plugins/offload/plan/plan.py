@@ -213,7 +213,7 @@ def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) 
     original_bits = num_bits(sizes.expert_bits)
     # Whole numbers only: by size and reads, nf4 is the same as 4.
     narrower = [bits for bits in WIDTHS if isinstance(bits, int) and bits < original_bits]
-    # A CPU that takes codes in another order keeps them in at least 4 bits.
+    # A CPU that needs codes in another order keeps them in memory as 4 bits or more.
     fewest = 4 if speeds.link_bytes_per_s is None and not is_native_order() else 0
     found = []
     for bits in sorted(narrower, reverse=True):
@@ -225,7 +225,7 @@ def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) 
 
 
 def _narrowed(sizes: ModelSizes, in_memory: float, stored: float) -> ModelSizes:
-    """Returns the sizes with quantized experts, by their shares of the original ones' size in memory."""
+    """Returns the sizes with quantized experts, whose sizes in memory and in files are relative to the original's."""
     layers = [
         replace(one, expert_bytes=round(one.expert_bytes * in_memory), stored_bytes=round(one.expert_bytes * stored))
         for one in sizes.layers

@@ -39,7 +39,7 @@ class ExpertLayer:
     layer: int
     num_experts: int
     expert_bytes: int
-    """Of one expert in memory, as it is computed with."""
+    """Of one expert in memory, in the form that products use."""
     experts_per_token: int
     stored_bytes: int
     """Of one expert in its file."""
@@ -117,7 +117,7 @@ class ModelSizes:
 
     @property
     def token_stored_bytes(self) -> int:
-        """The same in files."""
+        """Of the experts that one token is computed with, in files."""
         return sum(layer.experts_per_token * layer.stored_bytes for layer in self.layers)
 
 

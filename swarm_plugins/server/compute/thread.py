@@ -130,8 +130,7 @@ class ComputeThread:
 
     def _drop_abandoned(self) -> None:
         """Drops work whose client is gone: its memory is not counted any more, so it does not wait for its turn."""
-        waiting = (*self._calls, *self._steps, *self._long)
-        gone = [item for item in waiting if item.abandoned and not item.has_ended]
+        gone = [one for one in (*self._calls, *self._steps, *self._long) if one.abandoned and not one.has_ended]
         for item in gone:
             item.drop()
         if gone:

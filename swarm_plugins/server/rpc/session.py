@@ -226,7 +226,7 @@ def _fork(source: Session, batch_size: int, most_bytes: int) -> KVCache:
         # Forks that wait while the session grows would get more than they have taken room for.
         raise RequestError(
             "unknown_session",
-            f"a copy of the session to fork has grown from {most_bytes} to {source.cache.copy_bytes} bytes meanwhile: "
+            f"the session to fork has grown meanwhile, its copy from {most_bytes} to {source.cache.copy_bytes} bytes: "
             "fork it between its steps, or open a new one and replay",
         )
     return source.cache.fork()

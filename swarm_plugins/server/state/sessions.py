@@ -153,7 +153,7 @@ class SessionTable:
         return held + self.promised_bytes(owns)
 
     def promised_bytes(self, owns: Callable[[str], bool] = lambda _: True) -> int:
-        """Returns the bytes that some peers' sessions are about to take; called on any thread."""
+        """Returns how many bytes some peers' sessions are about to take. May be called on any thread."""
         return sum(growth.num_left for growth in list(self._growths) if owns(growth.peer))
 
     @contextlib.contextmanager

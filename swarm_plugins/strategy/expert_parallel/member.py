@@ -26,8 +26,8 @@ from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_st
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _OPTIONS = ("ep_size", "ep_implementation", "expert_slices", "tp_size", "ranks_per_node", "timeout_s")
-# On a parameter: whether a backward pass has reached it since its gradient was that of all ranks. A weak dictionary
-# would keep torch from moving it.
+# Attribute of a parameter: whether a backward pass has changed its gradient since the ranks synchronized it. Not a weak
+# dictionary: torch cannot move parameters that have weak references.
 _IS_NEW = "_swarm_is_gradient_new"
 
 
@@ -129,14 +129,14 @@ class ExpertParallelMember:
                 "gradients were added to after they were clipped: clip once, right before optimizer.step(); "
                 "to leave out a step, call optimizer.zero_grad(set_to_none=True)"
             )
-        # A rank whose experts had no tokens may have none where others do.
+        # A rank whose experts had no tokens may have no new gradients while others do.
         if self.reduce_boolean_decision(is_new, all=False):
             synchronize_gradients(module, parameters=trained)
             for one in trained:
                 setattr(one, _IS_NEW, False)
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Has an optimizer load whole tensors, and step with the gradients of all ranks, whatever calls it."""
+        """Makes an optimizer load whole tensors and step with the gradients of all ranks, whoever calls it."""
         optimizer.register_load_state_dict_pre_hook(distribute_optimizer_state)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -245,7 +245,7 @@ class ExpertParallelMember:
 def _have_new_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     """Returns whether a backward pass has reached any of the parameters since they were synchronized."""
     for one in parameters:
-        # A copy, or one that torch has moved, may have lost its hook.
+        # Copies, and parameters that torch has moved, may lack the hook.
         if _note_backward not in (one._post_accumulate_grad_hooks or {}).values():
             one.register_post_accumulate_grad_hook(_note_backward)
             _note_backward(one)

@@ -55,7 +55,7 @@ def host_of(ip: str) -> str:
 def ip_in(address: bytes) -> str:
     """Returns the IP address that a binary multiaddr begins with, as a multiaddr; empty if there is none.
 
-    hivemind cannot read what follows it if that is a protocol that it does not know, such as WebTransport.
+    hivemind cannot read multiaddrs with protocols that it does not know, such as WebTransport.
     """
     if len(address) >= 5 and address[0] == _IP4:
         return f"/ip4/{ipaddress.IPv4Address(address[1:5])}"

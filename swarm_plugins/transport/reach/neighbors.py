@@ -87,7 +87,7 @@ class Neighbors:
             log.debug("cannot list the connected peers: %s", exc)
             return
         seen = {peer.to_base58(): peer for peer in self._seen_at}
-        for peer, place in reversed(connected):  # the first of a peer counts
+        for peer, place in reversed(connected):  # so that a peer's first address wins
             if peer not in seen:
                 continue
             try:

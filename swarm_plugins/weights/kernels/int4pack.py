@@ -90,7 +90,7 @@ def takes_groups(stored: GroupedFormat) -> bool:
 def is_native_order() -> bool:
     """Returns whether this CPU's product reads codes in the stored order."""
     generator = torch.Generator().manual_seed(0)
-    # Models are also loaded where another device is the default: in `configure_model` of Lightning, for one.
+    # The default device may be another one, as in Lightning's `configure_model`.
     codes = torch.randint(16, (TILE_ROWS, 16), generator=generator, dtype=torch.int32, device="cpu")
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     return torch.equal(packed.flatten(), to_tiles(codes.to(torch.uint8)).flatten())

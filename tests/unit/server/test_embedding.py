@@ -36,5 +36,5 @@ def test_a_server_ends_if_its_parent_has_gone_since(monkeypatch: pytest.MonkeyPa
     os.close(parents)
     with open(ours) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        with pytest.raises(ConfigError, match="the parent of this server has gone"):
+        with pytest.raises(ConfigError, match="the process that started this server has ended"):
             Embedding(1).read_peers()

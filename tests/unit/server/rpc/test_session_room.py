@@ -233,7 +233,7 @@ async def test_a_fork_gets_no_more_than_it_has_taken_room_for(service: Service, 
         refusal = await other.receive(timeout_s=5)
         assert isinstance(refusal, Failure)
         assert refusal.kind == "unknown_session"
-        assert "from 0 to 4096 bytes meanwhile: fork it between its steps" in refusal.message
+        assert "from 0 to 4096 bytes: fork it between its steps" in refusal.message
         assert [cache.length for cache in runner.open_caches] == [100]
 
 
