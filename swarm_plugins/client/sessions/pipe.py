@@ -228,8 +228,8 @@ class Pipe:
                 answers.append(await self._advance(stage, index, current, replace(chunk, hidden=hidden)))
                 retries.progressed()
             except SentInVainError:
-                # Then this client sends the input, after a replay if the session is closed. It is closed if the server has
-                # been told of later steps, or of a part of one: what is sent now would end up inside that.
+                # Then this client sends the input, after a replay if the session is closed. It is closed if the server
+                # has been told of later steps, or of a part of one: what is sent now would end up inside that.
                 if any(one.is_begun for one in stage.told[index + 1 :]):
                     await current.close()
                 stage.give_up()
