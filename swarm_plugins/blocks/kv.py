@@ -158,10 +158,13 @@ class KVCache:
             ConfigError: If the cache is closed.
         """
         self._check_open()
+        # Before others are made: there are two of each state, not three.
         self.new_states = {}
+        self._make_room(new_tokens, to_come)
         if not goes_on:
-            # Before new ones are made: there are two of each state, not three.
             self._before = (self.length, self.states)
+
+    def _make_room(self, new_tokens: int, to_come: int) -> None:
         self._keep_rows(max(self.batch_size, self._num_rows_kept))
         needed = self.length + new_tokens
         due = [kept for kept in self._kept if kept.is_due(self.length, needed)]

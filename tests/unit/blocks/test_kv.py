@@ -238,6 +238,20 @@ def test_growth_with_rows_in_another_order_is_known_before() -> None:
             cache.reserve(1)
 
 
+def test_a_step_without_room_leaves_the_states_before_the_last_one() -> None:
+    pool = KVPool(1 << 20)
+    cache = KVCache(pool, {**LAYOUTS, 3: STATES}, range(4), 1, torch.device("cpu"))
+    for number in (1, 2):
+        cache.reserve(1)
+        cache.new_states[3, "conv", 0] = torch.tensor([number])
+        cache.advance(1)
+    pool.budget_bytes = pool.used_bytes
+    with pytest.raises(CapacityError):
+        cache.reserve(PAGE_TOKENS)
+    cache.crop(1)
+    assert cache.states[3, "conv", 0] == torch.tensor([1])
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
 def test_a_session_can_grow_to_what_is_promised(num_blocks: int) -> None:
     """Token by token, or with one prompt in chunks, to which nothing but its own pages has been promised."""
