@@ -128,6 +128,12 @@ def test_a_path_that_is_missing_is_no_repository(name: str) -> None:
         Checkpoint.open(name)
 
 
+def test_the_config_names_a_folder_at_home_in_full(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(single.parent))
+    checkpoint = Checkpoint.open(f"~/{single.name}")
+    assert checkpoint.config._name_or_path == checkpoint.name == str(single)
+
+
 def test_an_empty_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the name of the model is empty: give a directory"):
         Checkpoint.open("")
