@@ -31,7 +31,7 @@ class PRMoEConfig(PreTrainedConfig):
     By default everything but the experts is Llama's, and so are the settings that are not listed here. ``norm``,
     ``position_embedding``, ``mlp_gated`` and the biases make it the GPT of the paper.
 
-    Args:
+    Attributes:
         experts_per_layer: Experts of each decoder layer, 0 for a dense one: a list of ``num_hidden_layers`` entries.
             With ``moe_layers`` also one number for all of them, or a list of one entry per MoE layer. It is stored as
             the full list.
