@@ -127,6 +127,11 @@ class PushWorker(BackgroundQueue[tuple[Path, PushTarget]]):
         with self._changed:
             return len(self._waiting) == _MAX_WAITING and (folder, target) not in self._unfinished()
 
+    def has(self, folder: Path) -> bool:
+        """Returns whether a folder waits or is being published."""
+        with self._changed:
+            return any(item[0] == folder for item in self._unfinished())
+
     def withdraw(self, folder: Path) -> None:
         """Takes a folder that waits out of the queue; one that is being published stays."""
         with self._changed:

@@ -92,6 +92,7 @@ class CheckpointStore:
 
     Args:
         root: Folder to keep them in; made if missing.
+        is_in_use: Returns whether a checkpoint's folder may not be replaced now.
         max_bytes_per_owner: Most bytes of one owner's checkpoints.
         max_per_owner: Most checkpoints of one owner.
         clock: Unix time, for tests.
@@ -100,12 +101,14 @@ class CheckpointStore:
     def __init__(
         self,
         root: Path,
+        is_in_use: Callable[[Path], bool] = lambda _: False,
         *,
         max_bytes_per_owner: int = 64 * _GIB,
         max_per_owner: int = 1000,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._root = root
+        self._is_in_use = is_in_use
         self._max_per_owner = max_per_owner
         self._max_bytes = max_bytes_per_owner
         self._clock = clock
@@ -136,8 +139,15 @@ class CheckpointStore:
                 (left / _REPLACED).rename(left.with_name(facts.name))
             shutil.rmtree(left, ignore_errors=True)
         for folder in self._root.glob("runs/*"):
-            if _RUN.fullmatch(folder.name) and not any(self._folders(folder.name)):
+            if _RUN.fullmatch(folder.name) and not self.checkpoints(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def drop_expired(self) -> None:
+        """Deletes the checkpoints whose time is over: nobody may look at them any more."""
+        for folder in self._root.glob("runs/*"):
+            with contextlib.suppress(OSError):  # it is deleted meanwhile
+                if _RUN.fullmatch(folder.name):
+                    self.checkpoints(folder.name)
 
     def add_run(self, facts: RunFacts) -> None:
         """Notes a run, before its first checkpoint: it is in training until `end_run`.
@@ -184,7 +194,7 @@ class CheckpointStore:
         """Writes a checkpoint: the adapter, and for ``weights`` the optimizer too.
 
         Raises:
-            ConfigError: If the name is none, or taken.
+            ConfigError: If the name is none, taken, or being published.
             CapacityError: If the owner's checkpoints take too much.
             OSError: If it cannot be written, or the run has ended meanwhile; nothing is left behind.
         """
@@ -193,6 +203,8 @@ class CheckpointStore:
         folder = self._folder(run.run) / kind / name
         if self._facts(folder) is not None and not overwrite:
             raise ConfigError(f"the run has {kind}/{name} already: give another name, or overwrite=True")
+        if self._is_in_use(folder):
+            raise ConfigError(f"{kind}/{name} is on its way to the Hub: give another name, or try again in a minute")
         adapter_bytes = sum(one.numel() * one.element_size() for one in tuner.parameters.values())
         now = self._clock()
         facts = CheckpointFacts(
@@ -215,7 +227,10 @@ class CheckpointStore:
                     save_optimizer(tuner, part)
                 facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
                 (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
-            if self._run(run.run) is None:  # the checkpoint could not be found, and no quota would include it
+            if run.run in self._in_training:
+                # Another process that uses the folder may have found it without checkpoints.
+                write_whole(self._folder(run.run) / _RUN_FILE, msgspec.json.encode(run))
+            elif self._run(run.run) is None:  # the checkpoint could not be found, and no quota would include it
                 shutil.rmtree(self._folder(run.run), ignore_errors=True)
                 raise CheckpointError(f"{facts.path} was not kept: its run has ended meanwhile")
         return facts

@@ -14,6 +14,9 @@ from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.tuning.computing import Computed, Part, run_pass
 from swarm_plugins.tuning.datums import Datum, LossCall
 
+_LEAST_EPS = 1e-37
+"""Of what float32 can still divide by."""
+
 
 @dataclass(frozen=True)
 class AdamParams:
@@ -32,6 +35,10 @@ class AdamParams:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a finite number, 0 or more; got {value!r}")
+        if self.eps < _LEAST_EPS:
+            raise ConfigError(
+                f"eps must be at least {_LEAST_EPS:g}, got {self.eps!r}: weights without a gradient would become NaN"
+            )
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:

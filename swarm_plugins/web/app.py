@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,6 +35,8 @@ from swarm_plugins.web.tinker.routes import tinker_router
 from swarm_plugins.web.tinker.service import TinkerService
 
 _SWEEP_S = 5.0
+_EXPIRED_EACH = 60
+"""Every so many sweeps, checkpoints that have expired are sought on disk."""
 _MAX_VALUES = 1 << 16
 """In a request, besides the tokens of a prompt that fills the model's context."""
 
@@ -122,8 +126,10 @@ def _name_of(model: PreTrainedModel) -> str:
 
 
 async def _sweep(engine: Engine, training: TinkerService | None) -> None:
-    while True:
+    for number in itertools.count(1):
         await asyncio.sleep(_SWEEP_S)
         engine.caches.drop_old()
         if training is not None:
             training.sessions.end_old()
+            if number % _EXPIRED_EACH == 0:
+                await anyio.to_thread.run_sync(training.store.drop_expired)

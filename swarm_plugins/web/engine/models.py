@@ -174,8 +174,7 @@ class Models:
 
 def _in_turn(model: Any) -> Any:
     """Lets one thread at a time use an activated LoRA: PEFT sets where it begins for all threads."""
-    config = getattr(model, "active_peft_config", None)
-    if getattr(config, "alora_invocation_tokens", None):
+    if is_activated_late(model):
         hooked, lock = model._enable_peft_forward_hooks, threading.RLock()
 
         @contextlib.contextmanager
@@ -190,6 +189,11 @@ def _in_turn(model: Any) -> Any:
 def is_prompt_learning(model: Any) -> bool:
     """Returns whether an adapter puts virtual tokens before the prompt."""
     return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+
+
+def is_activated_late(model: Any) -> bool:
+    """Returns whether an adapter begins at its invocation tokens (aLoRA), which PEFT seeks in each call anew."""
+    return bool(getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None))
 
 
 def end_tokens(model: Any) -> frozenset[int]:

@@ -20,7 +20,7 @@ from swarm_plugins.rotary import whole_beyond
 from swarm_plugins.web.engine.answers import Answers, scored_of
 from swarm_plugins.web.engine.caches import CacheStore
 from swarm_plugins.web.engine.grammar import GrammarProcessor
-from swarm_plugins.web.engine.models import Models, end_tokens, is_prompt_learning
+from swarm_plugins.web.engine.models import Models, end_tokens, is_activated_late, is_prompt_learning
 from swarm_plugins.web.engine.processors import Recorder, processors_of
 from swarm_plugins.web.engine.request import Done, Event, Generation, PromptScored, Scored
 
@@ -153,7 +153,7 @@ class Run:
     def _repeated(self, model: Any, ids: Tensor) -> Tensor:
         """Reads the prompt once for all answers; returns it once for each."""
         cache = self._cache
-        if cache is not None and ids.shape[1] > 1:
+        if cache is not None and ids.shape[1] > 1 and _is_sum_of_parts(model, ids.shape[1]):
             start = cache.get_seq_length()
             if start < ids.shape[1] - 1:
                 model(input_ids=ids[:, start:-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -207,7 +207,12 @@ def _generate_of(model: Any) -> Callable[..., Tensor]:
 
 def check_scored(model: Any, num_tokens: int) -> None:
     """Raises UnsupportedError if a prompt cannot be scored in parts, which bounded memory requires."""
-    if not _may_be_cut(model, num_tokens):
+    if is_activated_late(model):
+        raise UnsupportedError(
+            f"prompts of {num_tokens} tokens are scored in parts, and this adapter begins at its invocation tokens "
+            "(aLoRA), which each part would lack: leave out the prompt's log probabilities"
+        )
+    if not _is_short(model, num_tokens):
         raise UnsupportedError(
             f"prompts of more than {whole_beyond(_text_config(model))} tokens cannot be scored with this model, whose "
             f"rotary embeddings depend on the length (LongRoPE); this one has {num_tokens}: shorten it"
@@ -215,6 +220,15 @@ def check_scored(model: Any, num_tokens: int) -> None:
 
 
 def _may_be_cut(model: Any, num_tokens: int) -> bool:
+    return not is_activated_late(model) and _is_short(model, num_tokens)
+
+
+def _is_sum_of_parts(model: Any, num_tokens: int) -> bool:
+    """Returns whether a prompt without its last token, and then that, are computed as the whole is."""
+    return not is_activated_late(model) and _is_short(model, num_tokens) == _is_short(model, num_tokens - 1)
+
+
+def _is_short(model: Any, num_tokens: int) -> bool:
     border = whole_beyond(_text_config(model))
     return border is None or num_tokens <= border
 

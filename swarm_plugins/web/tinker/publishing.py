@@ -38,6 +38,10 @@ class HubPublisher:
         self._target.write(folder)
         self._worker.submit(folder, self._target)
 
+    def has(self, folder: Path) -> bool:
+        """Returns whether a checkpoint waits or is on its way."""
+        return self._worker.has(folder)
+
     def withdraw(self, folder: Path) -> None:
         """Takes a checkpoint that waits out of the queue; one that is on its way gets there."""
         self._worker.withdraw(folder)

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
+
 from swarm_plugins.tuning.checkpoints import CheckpointStore, RunFacts
 from swarm_plugins.tuning.datums import TextBounds
 from swarm_plugins.tuning.snapshots import own_bytes
@@ -17,7 +19,7 @@ from swarm_plugins.web.tinker.publishing import HubPublisher
 from swarm_plugins.web.tinker.samples import Draws, generation_of, response_of
 from swarm_plugins.web.tinker.scores import Scores
 from swarm_plugins.web.tinker.sessions import Sampler, Session, Sessions, Training
-from swarm_plugins.web.tinker.targets import target_datum, target_message
+from swarm_plugins.web.tinker.targets import is_read_whole, target_datum, target_message
 from swarm_plugins.web.tinker.trainers import Trainers, lora_shape
 
 
@@ -36,8 +38,8 @@ class TinkerService:
         models = engine.models
         self.engine = engine
         self.bounds = TextBounds(context, models.vocabulary)
-        self.store = CheckpointStore(state_dir)
         self.publisher = publisher
+        self.store = CheckpointStore(state_dir) if publisher is None else CheckpointStore(state_dir, publisher.has)
         self.trainers = Trainers(models.base, models.name, self.store, self.bounds)
         self.futures = Futures()
         self.sessions = Sessions(self._drop)
@@ -115,11 +117,14 @@ class TinkerService:
         draw = self._scores.draw if self._scores.takes(generation) else self._groups.draw
         named = body.target_prompt_logprobs
         if named is None:
-            return response_of(await draw(generation), body)
-        datum = target_datum(generation.tokens, named, self.bounds)
+            drawn = await draw(generation)
+            return await anyio.to_thread.run_sync(lambda: response_of(drawn, body))
         model = self.engine.models.get(sampler.sampler_id)
+        bounds = self.trainers.bounds if is_read_whole(model) else self.bounds
+        datum = target_datum(generation.tokens, named, bounds)
         logprobs = await self.trainers.score(tenant, model, datum)
-        return response_of(await draw(generation), body, target_message(logprobs, named))
+        drawn = await draw(generation)
+        return await anyio.to_thread.run_sync(lambda: response_of(drawn, body, target_message(logprobs, named)))
 
     def _drop(self, session: Session) -> None:
         self.futures.forget(session.session_id)

@@ -11,7 +11,7 @@ from torch import Tensor
 from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.tuning.datums import Datum, LossCall, TextBounds, check_datums
 from swarm_plugins.tuning.losses import TARGETS
-from swarm_plugins.web.engine.models import is_prompt_learning
+from swarm_plugins.web.engine.models import is_activated_late, is_prompt_learning
 from swarm_plugins.web.engine.run import SCORED_AT_ONCE, check_scored, new_cache
 from swarm_plugins.web.tinker.bodies import TensorBody
 from swarm_plugins.web.tinker.messages import message
@@ -50,21 +50,29 @@ def target_datum(tokens: tuple[int, ...], body: TensorBody, bounds: TextBounds) 
     return Datum(text, {TARGETS: targets})
 
 
+def is_read_whole(model: Any) -> bool:
+    """Returns whether all distributions of a text are in memory at once.
+
+    Virtual tokens of soft prompts come before the text, and an activated LoRA is sought in all of it.
+    """
+    return is_prompt_learning(model) or is_activated_late(model)
+
+
 @torch.no_grad()
 def target_logprobs(model: Any, datum: Datum) -> Tensor:
     """Returns the log probabilities of a text's targets ``[N, K]``.
 
-    The distributions of a bounded number of positions are in memory at once. Virtual tokens of soft prompts come before
-    the text, which is then read whole.
+    The distributions of a bounded number of positions are in memory at once, unless the text `is_read_whole`.
 
     Raises:
         NumericError: If one is NaN or infinite.
         UnsupportedError: If the text cannot be read part by part.
     """
     ids, targets = datum.tokens[None].to(model.device), datum.inputs[TARGETS]
-    if not is_prompt_learning(model):
+    is_whole = is_read_whole(model)
+    if not is_whole:
         check_scored(model, ids.shape[1])
-    cache = None if is_prompt_learning(model) else new_cache(model)
+    cache = None if is_whole else new_cache(model)
     length = len(targets) if cache is None else SCORED_AT_ONCE
     found = []
     for start in range(0, len(targets), length):

@@ -140,6 +140,8 @@ def _dense(sparse: Any, shape: list[int], dtype: np.dtype[Any], name: str) -> np
         and len(starts) > 0
         and starts[0] == 0
         and starts[-1] == len(values)
+        # Before they are subtracted: far ones wrap around, and numpy would write where nothing is.
+        and bool(((starts >= 0) & (starts <= len(values))).all())
         and bool((np.diff(starts) >= 0).all())
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )

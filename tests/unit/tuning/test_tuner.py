@@ -412,6 +412,42 @@ def test_the_moments_of_an_optimizer_count_before_they_are_written(base: Any, tm
     store.save(tuner, facts(), "sampler_weights", "a")
 
 
+def test_checkpoints_of_runs_that_nobody_looks_at_expire(base: Any, tmp_path: Path) -> None:
+    now = [100.0]
+    store, tuner = CheckpointStore(tmp_path, clock=lambda: now[0]), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    store.save(tuner, facts(), "weights", "a", ttl_s=60)
+    other = CheckpointStore(tmp_path, clock=lambda: now[0])
+    other.drop_expired()
+    assert list(tmp_path.rglob("checkpoint.json"))
+    now[0] = 161.0
+    other.drop_expired()
+    assert not list((tmp_path / "runs").iterdir())
+    store.save(tuner, facts(), "weights", "b")  # its run goes on
+    assert [one.run for one in other.runs("")] == [RUN]
+
+
+def test_a_checkpoint_on_its_way_to_the_hub_is_not_replaced(base: Any, tmp_path: Path) -> None:
+    on_its_way: list[Path] = []
+    store, tuner = CheckpointStore(tmp_path, on_its_way.__contains__), Tuner(new_lora(base, rank=2, seed=0))
+    store.add_run(facts())
+    saved = store.save(tuner, facts(), "weights", "a")
+    on_its_way.append(store.folder(saved))
+    for is_there in (True, False):
+        with pytest.raises(ConfigError, match="weights/a is on its way to the Hub: give another name, or try again"):
+            store.save(tuner, facts(), "weights", "a", overwrite=True)
+        if is_there:
+            store.delete(saved)
+    on_its_way.clear()
+    store.save(tuner, facts(), "weights", "a")
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-50])
+def test_an_eps_that_makes_weights_nan_is_refused(eps: float) -> None:
+    with pytest.raises(ConfigError, match=r"eps must be at least 1e-37, got .*would become NaN"):
+        AdamParams(eps=eps)
+
+
 def test_a_run_without_checkpoints_is_forgotten(base: Any, tmp_path: Path) -> None:
     store, tuner = CheckpointStore(tmp_path, max_per_owner=1), Tuner(new_lora(base, rank=2, seed=0))
     store.add_run(facts())

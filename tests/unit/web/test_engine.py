@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
+from swarm_plugins.backbone.twin import twin
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.talk.sampling import Sampling
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.web.engine.engine import Engine, QueueFullError
@@ -125,6 +130,40 @@ def test_a_prompt_is_scored_as_a_forward_pass_scores_it(model: Any, tokenizer: A
     for place in range(1, ids.shape[1]):
         assert scored[place].logprob == pytest.approx(float(logprobs[place - 1, ids[0, place]]), abs=1e-4)
         assert len(scored[place].top) == 2
+
+
+def test_an_activated_lora_is_sought_in_whole_prompts(tiny: Path, tokenizer: Any) -> None:
+    """Parts of a prompt would lack the tokens from which on it applies."""
+    base = AutoModelForCausalLM.from_pretrained(tiny).eval()
+    called = tokenizer("xy")["input_ids"]
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], alora_invocation_tokens=called, task_type="CAUSAL_LM")
+    tuned = get_peft_model(twin(base), config).eval()
+    for name, weight in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    models = Models(base, "tiny", lambda *_: tuned)
+    models.add("user/activated")
+    engine = Engine(models, tokenizer, ApiSettings())
+
+    async def first_score(text: str, **more: Any) -> float:
+        request = ask(text, tokenizer, 2, logprobs=0, adapter="user/activated", **more)
+        events = await all_of(engine, request)
+        return next(event.scored[0].logprob for event in events if isinstance(event, Piece) and event.scored)
+
+    @torch.no_grad()
+    def likeliest(text: str) -> float:
+        return float(tuned(**tokenizer(text, return_tensors="pt")).logits[0, -1].log_softmax(-1).max())
+
+    async def check() -> None:
+        for text, n in (("hello xy", 1), ("hello xy and more xy", 1), ("hello xy", 2)):
+            assert await first_score(text, n=n) == pytest.approx(likeliest(text), abs=1e-4)
+        with pytest.raises(UnsupportedError, match="begins at its invocation tokens"):
+            await first_score("hello xy", score_prompt=True)
+
+    try:
+        asyncio.run(check())
+    finally:
+        engine.close()
 
 
 def test_counts_and_servers(model: Any, tokenizer: Any, swarm: InProcessSwarm) -> None:

@@ -335,6 +335,20 @@ def test_tokens_that_a_request_names_are_scored_over_the_prompt(client: Any, pla
         sampler.sample(types.ModelInput.from_ints(prompt), 1, GREEDY, prompt_alt_tokens_k=2).result()
 
 
+def test_prompts_that_are_read_whole_are_as_short_as_in_training(
+    plain: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.service.is_read_whole", lambda model: True)
+    monkeypatch.setattr("swarm_plugins.web.tinker.trainers.free_host_bytes", lambda: 0)
+    monkeypatch.setattr("swarm_plugins.web.tinker.trainers._LEAST_TOKENS", 3)
+    with serving(plain, tokenizer, tmp_path) as url, client_at(url) as client:
+        sampler = client.create_sampling_client(base_model=NAME).result()
+        named = types.TensorData.from_torch(torch.zeros(4, 1, dtype=torch.int64))
+        prompt = types.ModelInput.from_ints(TEXTS[0])
+        with pytest.raises(tinker.RequestFailedError, match="4 tokens, but 1 to 3 can be computed here"):
+            sampler.sample(prompt, 1, GREEDY, target_prompt_logprobs=named).result()
+
+
 def test_samples_of_one_prompt_are_drawn_together(client: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     generate = Engine.generate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_plugins import find_adapters, load_adapter
 from swarm_plugins.backbone import base_version
+from swarm_plugins.errors import HubError
 from swarm_plugins.hub import PushTarget, push_folder
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.merging import merge_adapter
@@ -68,6 +70,29 @@ def test_a_published_checkpoint_is_a_version_with_its_card(
         torch.testing.assert_close(
             logprobs.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0].detach(), torch.tensor(expected), rtol=0, atol=1e-4
         )
+
+
+def test_a_folder_that_waits_or_is_on_its_way_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins, ends = threading.Event(), threading.Event()
+
+    def push(folder: Path, target: PushTarget, **more: Any) -> None:
+        begins.set()
+        ends.wait(60)
+        raise HubError("gone")
+
+    monkeypatch.setattr("swarm_plugins.hub.worker.push_folder", push)
+    publisher, (first, second) = publishing.HubPublisher("me/runs"), (tmp_path / "a", tmp_path / "b")
+    for folder in (first, second):
+        folder.mkdir()
+        publisher.publish(folder)
+    assert begins.wait(60)
+    assert publisher.has(first)
+    assert publisher.has(second)
+    publisher.withdraw(second)
+    assert not publisher.has(second)
+    ends.set()
+    publisher.close()
+    assert not publisher.has(first)
 
 
 def test_a_checkpoint_is_not_published_in_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from tinker.proto import tinker_public_pb2
@@ -88,6 +89,18 @@ def test_a_sparse_tensor_names_more_than_it_may(shape: list[int]) -> None:
     tensor.sparse_csr.values, tensor.dtype = bytes(4), 1
     tensor.shape.extend(shape)
     with pytest.raises(ConfigError, match="datum 0 of 1"):
+        datums_of(read_request(found.SerializeToString()))
+
+
+@pytest.mark.parametrize("starts", [(0, 2**63 - 1, -2, 1), (0, 2, 0, 1), (0, -1, 0, 1)])
+def test_rows_of_a_sparse_tensor_that_begin_nowhere(starts: tuple[int, ...]) -> None:
+    """Their differences wrap around: the first ones would make numpy write where nothing is."""
+    found = request(1)
+    tensor = found.data[0].loss_fn_inputs["weights"]
+    tensor.dtype, tensor.sparse_csr.values, tensor.sparse_csr.col_indices = 1, bytes(4), bytes(8)
+    tensor.sparse_csr.crow_indices = np.array(starts, "<i8").tobytes()
+    tensor.shape.extend([3, 2])
+    with pytest.raises(ConfigError, match="datum 0 of 1: weights is not a matrix in compressed rows"):
         datums_of(read_request(found.SerializeToString()))
 
 

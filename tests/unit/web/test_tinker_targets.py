@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.tuning.datums import Datum, TextBounds
 from swarm_plugins.web.tinker.bodies import TensorBody
-from swarm_plugins.web.tinker.targets import target_datum, target_logprobs
+from swarm_plugins.web.tinker.targets import is_read_whole, target_datum, target_logprobs
 
 TEXT = Datum(torch.arange(5, 15), {"target_tokens": torch.arange(30).view(10, 3)})
 
@@ -56,6 +56,15 @@ def test_a_prompt_after_virtual_tokens_is_scored_whole(model: Any, monkeypatch: 
     config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     soft = get_peft_model(model, config).eval()
     torch.testing.assert_close(target_logprobs(soft, TEXT), wanted(soft), rtol=1e-4, atol=1e-5)
+
+
+def test_an_activated_lora_scores_a_prompt_whole(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.web.tinker.targets.SCORED_AT_ONCE", 4)
+    config = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[6, 7], task_type="CAUSAL_LM")
+    tuned = get_peft_model(model, config).eval()
+    torch.nn.init.normal_(tuned.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default").weight)
+    assert is_read_whole(tuned)
+    torch.testing.assert_close(target_logprobs(tuned, TEXT), wanted(tuned), rtol=1e-4, atol=1e-5)
 
 
 def test_numbers_that_are_not_finite_are_an_error(model: Any) -> None:
