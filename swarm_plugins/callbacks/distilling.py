@@ -93,7 +93,7 @@ class StagedTraining(Distillation):
                 )
         self.at(step)
         if self.stop_step is not None:
-            self._record["distilled_steps"] = min(step, self.stop_step)
+            self._record["distilled_steps"] = min(step, self.stop_step) if self.schedule.alpha else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the stop and the teacher's name, for a resumed run."""

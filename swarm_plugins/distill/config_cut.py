@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from swarm_plugins.errors import ConfigError
 
 # Lists that may be as long as the model is deep by chance.
-_NOT_PER_LAYER = ("_token_id", "_token_ids", "_tokens", "architectures")
+_NOT_PER_LAYER = ("_token_id", "_token_ids", "_tokens", "_step_limit", "architectures")
 # Lists of layer indices end like this, as Qwen's mlp_only_layers; Llama 4 has one of flags named alike.
 _INDEX_LISTS = ("_layers", "_idxs", "_layer_ids", "_indices")
 _FLAG_LISTS = ("no_rope_layers",)

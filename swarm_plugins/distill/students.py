@@ -24,7 +24,7 @@ from swarm_plugins.checkpoint.loading import class_for_task, take_generation_con
 from swarm_plugins.checkpoint.partition import places_in_blocks
 from swarm_plugins.distill.config_cut import cut_config, kept_layers
 from swarm_plugins.distill.pair import name_of, public_name
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
 
 
 def make_student(
@@ -78,7 +78,7 @@ def _from_model(teacher: PreTrainedModel, keep_layers: Sequence[int] | None, dep
     path = layer_list_name(teacher)
     kept = kept_layers(len(find_layers(teacher)), keep_layers, depth)
     _check_in_memory(teacher)
-    student = _on_meta(type(teacher), cut_config(teacher.config, kept))
+    student = _student_on_meta(type(teacher), cut_config(teacher.config, kept), kept)
     check_same_layers(student, teacher, kept)
     for own, old in _names(student, path, kept):
         _put(student, own, _tensor(teacher, old).detach().clone())
@@ -98,7 +98,7 @@ def _from_files(
     path = layer_list_name(hollow)
     kept = kept_layers(len(find_layers(hollow)), keep_layers, depth)
     config = cut_config(checkpoint.config, kept)
-    check_same_layers(_on_meta(model_class, config), hollow, kept)
+    check_same_layers(_student_on_meta(model_class, config, kept), hollow, kept)
     tensors = checkpoint.read(client_tensors(checkpoint, path))
     prefix, places = layer_prefix(checkpoint, path), places_in_blocks(checkpoint, path)
     for new, old in enumerate(kept):
@@ -113,22 +113,36 @@ def _from_files(
 
 
 def check_same_layers(student: nn.Module, teacher: nn.Module, kept: Sequence[int]) -> None:
-    """Checks that each layer of a student is built like the teacher's layer that it is to continue.
+    """Checks that each layer of a student is built like the teacher's layer that it is to continue, and the rest alike.
 
     Raises:
-        UnsupportedError: If one is not: the config has a setting per layer that cannot be cut.
+        UnsupportedError: If one is not: the config has a setting per layer that cannot be cut. Or a weight beside the
+            layers has a part for each of them.
     """
     layers = find_layers(teacher)
     for new, old in enumerate(kept):
         ours, theirs = _structure(find_layers(student)[new]), _structure(layers[old])
-        differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if differing:
-            name = differing[0]
+        if (name := _first_differing(ours, theirs)) is not None:
             raise UnsupportedError(
                 f"layer {old} of the teacher cannot become layer {new} of the student: its {name} would be "
                 f"{ours.get(name)} instead of {theirs.get(name)}, because {type(teacher).__name__} builds layers by "
                 "their position; keep layers that leave each kind in its place (whole periods, or a first part)"
             )
+    ours, theirs = _shapes_beside_layers(student), _shapes_beside_layers(teacher)
+    if (name := _first_differing(ours, {one: theirs.get(one) for one in ours})) is not None:
+        raise UnsupportedError(
+            f"{name} of a {type(teacher).__name__} has parts for single layers: it would be {ours.get(name)} instead "
+            f"of {theirs.get(name)}, and which part is whose is not known; no student can be made of this type"
+        )
+
+
+def _first_differing(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
+    return min((name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)), default=None)
+
+
+def _shapes_beside_layers(model: nn.Module) -> dict[str, object]:
+    path = layer_list_name(model)
+    return {name: tuple(one.shape) for name, one in model.named_parameters() if not name.startswith(f"{path}.")}
 
 
 def _structure(layer: nn.Module) -> dict[str, object]:
@@ -146,6 +160,18 @@ def _structure(layer: nn.Module) -> dict[str, object]:
 def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         return model_class(config)
+
+
+def _student_on_meta(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, kept: Sequence[int]
+) -> PreTrainedModel:
+    try:
+        return _on_meta(model_class, config)
+    except (ValueError, IndexError, ZeroDivisionError) as exc:
+        raise UnsupportedError(
+            f"transformers makes no {model_class.__name__} of layers {list(kept)} alone ({one_line(exc)}): keep whole "
+            "periods, or another part"
+        ) from exc
 
 
 def _check_in_memory(teacher: PreTrainedModel) -> None:

@@ -95,6 +95,8 @@ class ModelTuner(LanguageTuner):
                 "model, such as {model_type: prmoe, hidden_size: 128}, or the base to train"
             )
         ids = {name: getattr(self._tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        if ids["pad_token_id"] == ids["eos_token_id"]:
+            ids["pad_token_id"] = None  # the embedding of a token to pad with is not trained
         try:
             config = AutoConfig.for_model(**{"vocab_size": len(self._tokenizer), **ids, **settings})
             new: PreTrainedModel = AutoModelForCausalLM.from_config(config)

@@ -313,6 +313,11 @@ class _Run:
             positions = positions + self._num_virtual if positions is not None and self._takes_positions else None
         if positions is not None:
             options["position_ids"] = positions
+        types = options.get("token_type_ids")
+        if types is not None:
+            # As `generate()` goes on: new tokens are of the last one's type.
+            new = types[:, -1:].expand(-1, max(0, places.length - types.shape[1]))
+            options["token_type_ids"] = torch.cat((types, new), dim=1)
         inputs: dict[str, Any] = prepare(
             places.tokens,
             next_sequence_length=places.length - self._seen,

@@ -73,6 +73,24 @@ def test_a_base_in_few_bits_is_trained_in_float32_and_teaches_as_it_is(
     assert tuner._load_teacher().dtype == torch.bfloat16
 
 
+class PadsWithItsEnd:
+    """What a new model asks of its tokenizer."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 2
+
+    def __len__(self) -> int:
+        return 16
+
+
+def test_the_end_of_a_text_is_trained_where_it_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelTuner, "_tokenizer", PadsWithItsEnd())
+    settings = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = ModelTuner(base=None, config={"model_type": "llama", **settings}).make_model()
+    ids = torch.tensor([[2, 3, 4]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.get_input_embeddings().weight.grad[2].any()
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "said"),
     [

@@ -229,6 +229,7 @@ def test_alpha_zero_is_a_run_without_a_teacher(student: PreTrainedModel, fit: Fi
     callback = StagedDistillation("/nonexistent", stop_at=3, alpha=0.0)
     fit(Tuner(student), callback)
     assert callback.num_teacher_forwards == 0
+    assert student.config.distillation["distilled_steps"] == 0
 
 
 def test_the_teacher_stays_as_it_is(student: PreTrainedModel, teacher: PreTrainedModel, fit: Fit) -> None:

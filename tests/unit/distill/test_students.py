@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from type_models import save_type
 
 from swarm_plugins import PRMoEConfig, make_student
 from swarm_plugins.errors import ConfigError, UnsupportedError
@@ -147,6 +148,23 @@ def test_layers_built_by_their_position_are_refused_with_the_difference() -> Non
     ):
         make_student(teacher, keep_layers=[1, 2])
     assert make_student(teacher, keep_layers=[2, 3]).config.num_hidden_layers == 2
+
+
+def test_weights_with_a_part_for_each_layer_are_refused(tmp_path: Path) -> None:
+    save_type("gemma3n_text", tmp_path)
+    for teacher in (tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        with pytest.raises(UnsupportedError, match=r"_per_layer\.weight of a .* has parts for single layers"):
+            make_student(teacher, keep_layers=[2, 3, 4, 5])
+        with pytest.raises(UnsupportedError, match=r"transformers makes no .* of layers \[0, 1\] alone"):
+            make_student(teacher, keep_layers=[0, 1])
+
+
+def test_two_bounds_of_a_model_with_two_layers_are_kept() -> None:
+    settings = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 4, "vocab_size": 128}
+    teacher = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", num_hidden_layers=2, **settings))
+    student = make_student(teacher, depth=1)
+    assert student.config.time_step_limit == teacher.config.time_step_limit
+    assert outputs(student).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessorList,
     PreTrainedModel,
     SynthIDTextWatermarkingConfig,
@@ -250,6 +252,19 @@ def test_tokens_of_models_with_planes_of_positions_are_equal(tmp_path: Path, row
     want = model.generate(**inputs, **options)
     for one in (tiny_model("llama").eval(), "lookup", model):
         assert model.generate(**inputs, **options, custom_generate=Speculation(one, max_tokens=3)).equal(want)
+
+
+@pytest.mark.parametrize("length", [2, 9])
+def test_new_tokens_are_of_the_last_ones_type(length: int) -> None:
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).eval()
+        torch.nn.init.normal_(model.transformer.wte.weight)
+    ids, types = torch.arange(1, length + 1)[None], torch.tensor([[3] * (length - 1) + [4]])
+    want = greedy(model, ids, token_type_ids=types)
+    for draft in (near(model), "lookup"):
+        assert greedy(model, ids, Speculation(draft, max_tokens=5), token_type_ids=types).tolist() == want.tolist()
 
 
 def test_what_cannot_work_is_said_in_a_sentence() -> None:
