@@ -84,8 +84,8 @@ class HolderGuard(CheckingGuard):
             raise UncheckableError(one_line(exc)) from exc
         if verdict.is_wrong:
             # Its answers are not signed: one that was started anew computes otherwise than it is believed to.
-            now = await self._view.peers.info(server.peer)
-            if checked_as(server.peer, server.what, now) != server:
+            now = (await self._view.peers.info(server.peer)).of(self._view.version.key)
+            if now is None or checked_as(server.peer, server.what, now) != server:
                 raise SpanMovedError(f"holder {server.peer} was started anew, with other experts or in another type")
         return Finding(verdicts=[verdict], where=f"expert {sample.expert} of block {request.block}")
 

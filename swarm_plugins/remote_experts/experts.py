@@ -7,6 +7,7 @@ implementation does it. So the gradient of the routing weights needs no message 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from swarm_plugins.client.training.autograd import is_scaled
 from swarm_plugins.errors import (
     CapacityError,
     MissingExpertsError,
@@ -28,6 +30,7 @@ from swarm_plugins.errors import (
 from swarm_plugins.moe import Routing, combine
 from swarm_plugins.offload.held import HeldExperts
 from swarm_plugins.remote_experts.calls import ExpertRows, Holders
+from swarm_plugins.transport.codec import has_non_finite
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +176,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, experts: RemoteExperts, block: int, routing: Routing, hidden: Tensor) -> Tensor:
-        ctx.experts, ctx.block, ctx.routing = experts, block, routing
+        ctx.experts, ctx.block, ctx.routing, ctx.may_overflow = experts, block, routing, is_scaled()
         ctx.save_for_backward(hidden)
         return experts.rows(block, hidden, routing)
 
@@ -182,6 +185,9 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
         routing: Routing = ctx.routing
+        if ctx.may_overflow and has_non_finite(grad):
+            # Holders refuse such gradients. A loss scaler skips the step when it sees NaN, and lowers its scale.
+            return None, None, None, torch.full_like(hidden, math.nan)
         grad_rows = ctx.experts.rows(ctx.block, hidden, routing, grad.contiguous())
         # [T * k, D] -> [T, D]
         grad_hidden = routing.unsort(grad_rows).reshape(hidden.shape[0], -1, hidden.shape[1]).sum(dim=1)

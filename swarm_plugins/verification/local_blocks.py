@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,9 +21,8 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.borders import pieces, tied_blocks, tied_inside
-from swarm_plugins.checkpoint.partition import num_blocks_of
+from swarm_plugins.checkpoint.partition import find_layers, num_blocks_of
 from swarm_plugins.errors import ProtocolError, SwarmError, UnsupportedError, one_line
-from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.verification.scores import coarsest
 from swarm_plugins.versions import ModelVersion
 from swarm_plugins.weights.names import KV_INT8, QUANTIZATIONS, parts_of
@@ -30,6 +30,8 @@ from swarm_plugins.weights.published.methods.known import is_published_name
 from swarm_plugins.weights.published.weights import Published
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from swarm_plugins.blocks import KVCache, Span
     from swarm_plugins.checkpoint import Checkpoint
 
@@ -41,6 +43,8 @@ threading._register_atexit(_is_ending.set)  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 P = ParamSpec("P")
+_ROUTED = re.compile(r"(Experts?|Mo[Ee]|MoA|MoeBlock)$")
+"""How transformers' modules of experts are called, whether or not they are of the kind that it can exchange."""
 
 
 class UncheckableError(SwarmError):
@@ -127,6 +131,18 @@ def _check_not_ending() -> None:
         raise UncheckableError("this program is ending")
 
 
+def mixtures_of(config: PreTrainedConfig) -> frozenset[int]:
+    """Returns which blocks of a model are mixtures of experts: there, a rounding may choose another expert."""
+    from swarm_plugins.checkpoint.outline import meta_model
+
+    layers = find_layers(meta_model(config, torch.float32))
+    return frozenset(
+        number
+        for number, layer in enumerate(layers)
+        if any(_ROUTED.search(type(module).__name__) for module in layer.modules())
+    )
+
+
 class SessionCaches:
     """The caches of one session, a cache for each block or piece of several; freed with the object.
 
@@ -168,8 +184,8 @@ class LocalBlocks:
         self._checkpoint: Checkpoint | None = None
         self._spans: OrderedDict[tuple[range, Kind], tuple[Span, int]] = OrderedDict()
         self._fits: dict[int, bool] = {}
-        self._mixtures: dict[int, bool] = {}
-        """Whether a block is a mixture of experts; kept when the block is dropped."""
+        self._mixtures: frozenset[int] | None = None
+        """Which blocks of the model are mixtures of experts; None until one has run here."""
         self._lock = threading.Lock()
 
     @_in_thread
@@ -253,8 +269,8 @@ class LocalBlocks:
             while self._spans and sum(size for _, size in self._spans.values()) + num_bytes > self.limit_bytes:
                 self._spans.popitem(last=False)
             self._spans[key] = (span, num_bytes)
-            is_mixture = any(is_fused_experts(module) for module in span.model.modules())
-            self._mixtures.update(dict.fromkeys(piece, is_mixture))
+            if self._mixtures is None:
+                self._mixtures = mixtures_of(checkpoint.config)
             log.debug("blocks %d:%d are here for checks: %d bytes", piece.start, piece.stop, num_bytes)
         self._spans.move_to_end(key)
         return self._spans[key][0]
@@ -300,8 +316,8 @@ class LocalBlocks:
             raise
 
     def has_experts(self, blocks: range) -> bool:
-        """Returns whether one of some blocks, which have run here, is a mixture of experts."""
-        return any(self._mixtures.get(block, False) for block in blocks)
+        """Returns whether one of some blocks is a mixture of experts; False as long as no block has run here."""
+        return self._mixtures is not None and not self._mixtures.isdisjoint(blocks)
 
     @_in_thread
     def has_fixed_positions(self, blocks: range, kind: Kind) -> bool:

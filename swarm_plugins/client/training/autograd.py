@@ -38,7 +38,7 @@ class _BatchFunction(torch.autograd.Function):
         outputs = loop.run(call.forward())
         # Tells `run_batch` how many tensors of each kind the flat result holds.
         layout.append(outputs)
-        ctx.call, ctx.loop, ctx.may_overflow = call, loop, _is_scaled()
+        ctx.call, ctx.loop, ctx.may_overflow = call, loop, is_scaled()
         # Emptied: autograd keeps the tensors for as long as they are needed.
         ctx.layout = outputs.map(lambda tensor: tensor.new_empty(0))
         # Saved so that autograd raises if a tensor is changed in place before the backward.
@@ -70,7 +70,7 @@ class _BatchFunction(torch.autograd.Function):
         return (None, None, None, grad_hidden, *wanted)
 
 
-def _is_scaled() -> bool:
+def is_scaled() -> bool:
     """Returns whether autocast uses float16, where losses are scaled up until gradients overflow."""
     kinds = ("cpu", "cuda")
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)

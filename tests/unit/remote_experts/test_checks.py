@@ -159,6 +159,24 @@ def test_a_holder_that_came_back_in_another_type_is_not_accused(mixtral: Path) -
     assert not user_quarantine().peers()
 
 
+def test_a_liar_that_has_our_version_besides_its_own_is_accused(mixtral: Path) -> None:
+    with serving(mixtral, REPLICAS, config=CHECKED) as holders:
+        model = load(holders)
+        prefer(model, holders.connection, "a", by_s=5.0)
+        corrupt(holders, "a", REPLICAS["a"], lambda request, rows: 1.5 * rows)
+        known = view_of(model).said("a")
+        assert known is not None
+        also = ((known.version, known.start, known.end),)
+
+        async def says(channel: Channel) -> None:
+            while await channel.receive(timeout_s=60.0) is not None:
+                await channel.send(msgspec.structs.replace(known, version="another", also=also))
+
+        holders.handlers["a"]["rpc_info"] = says
+        outcome(model)
+    assert list(user_quarantine().peers()) == ["a"]
+
+
 def test_an_owner_whose_files_have_changed_accuses_nobody(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

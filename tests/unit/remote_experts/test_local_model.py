@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def test_lora_beside_the_experts_trains_as_in_the_local_model(model: PreTrainedM
         adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
         grads.append({name: p.grad for name, p in adapted.named_parameters() if p.requires_grad})
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+
+
+def test_an_overflow_of_the_loss_scaler_leaves_out_the_step(model: PreTrainedModel) -> None:
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    with torch.autocast("cpu", torch.float16):
+        loss = tuned(input_ids=TOKENS).logits.float().square().mean()
+        (loss * math.inf).backward()
+    gradients = [one.grad for one in tuned.parameters() if one.requires_grad]
+    assert gradients
+    assert not all(one.isfinite().all() for one in gradients if one is not None)
 
 
 def test_an_adapter_is_saved_and_loaded_and_a_copy_shares_the_holders(model: PreTrainedModel, tmp_path: Path) -> None:
