@@ -10,7 +10,6 @@ from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hollow import keep_from_ddp
 from swarm_plugins.checkpoint.loading import model_from_tensors
 from swarm_plugins.checkpoint.partition import (
-    block_fingerprints,
     block_tensors,
     client_tensors,
     find_layers,
@@ -18,7 +17,7 @@ from swarm_plugins.checkpoint.partition import (
     layer_prefix,
 )
 from swarm_plugins.checkpoint.source import Checkpoint
-from swarm_plugins.checkpoint.unchanged import unchanged_blocks
+from swarm_plugins.checkpoint.unchanged import block_fingerprints, unchanged_blocks
 
 __all__ = [
     "Checkpoint",

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint.conversions import Conversions
-from swarm_plugins.checkpoint.fingerprint import tensors_fingerprint
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.outline import meta_model
 from swarm_plugins.checkpoint.source import Checkpoint
@@ -250,22 +249,6 @@ def stored_block(checkpoint: Checkpoint, layer_path: str, block: int) -> dict[st
     places = places_in_blocks(checkpoint, layer_path)
     names = block_tensors(checkpoint, layer_path, range(block, block + 1))
     return {places[name].partition(".")[2]: checkpoint.tensors[name] for name in names}
-
-
-def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ...]:
-    """Returns the identity of each block of a directory: 40 hexadecimal digits, from a sample of its tensors' bytes.
-
-    Tells which blocks of two fine-tunes differ. Empty for a checkpoint on the Hub, whose commit covers every byte.
-
-    Raises:
-        CheckpointError: If a block has no tensor, or a file cannot be read.
-    """
-    directory = checkpoint.directory
-    if directory is None:
-        return ()
-    blocks = range(_num_blocks(checkpoint))
-    # Without prefix and index: equal blocks have equal fingerprints, wherever they stand.
-    return tuple(tensors_fingerprint(directory, stored_block(checkpoint, layer_path, block)) for block in blocks)
 
 
 def _num_blocks(checkpoint: Checkpoint) -> int:

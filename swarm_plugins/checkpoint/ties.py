@@ -32,6 +32,19 @@ def shared_with_others(
     return found
 
 
+def sharing_blocks(model: PreTrainedModel, layer_path: str) -> Mapping[int, frozenset[int]]:
+    """Returns, for each block that shares weights, the blocks that share any of them, itself included."""
+    groups: defaultdict[int, set[int]] = defaultdict(set)
+    for target, source in _ties(model, layer_path).items():
+        holder, user = (int(one.partition(".")[0]) for one in (source, target))
+        groups[holder] |= {holder, user}
+    found: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
+    for group in groups.values():
+        for block in group:
+            found[block] |= group
+    return found
+
+
 def untie(model: PreTrainedModel, layer_path: str, kept: Sequence[int] = ()) -> None:
     """Makes transformers forget which weights of the layers are shared, but for those inside of the kept ones."""
     inside = set(map(str, kept))

@@ -7,6 +7,7 @@ a block that differs shows after some kilobytes. Nothing that a peer says is bel
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 
 from swarm_plugins.checkpoint.files import Piece
-from swarm_plugins.checkpoint.fingerprint import VOLATILE
+from swarm_plugins.checkpoint.fingerprint import VOLATILE, tensors_fingerprint
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.outline import meta_model
-from swarm_plugins.checkpoint.partition import client_tensors, layer_list_name, stored_block
+from swarm_plugins.checkpoint.partition import client_tensors, layer_list_name, num_blocks_of, stored_block
 from swarm_plugins.checkpoint.source import Checkpoint
+from swarm_plugins.checkpoint.ties import sharing_blocks
+from swarm_plugins.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +50,12 @@ def unchanged_blocks(
         return frozenset(blocks)
     if not _is_same_family(one, other):
         return frozenset()
-    path = _layer_path(one)
-    left, found = most_bytes, set()
-    for block in sorted(blocks):
+    outline = meta_model(one.config, torch.float32)
+    path, left, found = layer_list_name(outline), most_bytes, set()
+    # Weights that several blocks share are stored with one of them.
+    shared = sharing_blocks(outline, path)
+    needed = {block: shared.get(block, frozenset()) | {block} for block in blocks}
+    for block in sorted(frozenset[int]().union(*needed.values())):
         mine, theirs = stored_block(one, path, block), stored_block(other, path, block)
         unknown = _unknown(one, other, mine, theirs)
         if unknown is None:
@@ -61,7 +67,31 @@ def unchanged_blocks(
         left = None if left is None else left - num_bytes
         if all(_is_same(one, mine[place], other, theirs[place]) for place in unknown):
             found.add(block)
-    return frozenset(found)
+    return frozenset(block for block, all_of_it in needed.items() if all_of_it <= found)
+
+
+def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ...]:
+    """Returns the identity of each block of a directory: 40 hexadecimal digits, from a sample of its tensors' bytes.
+
+    Tells which blocks of two fine-tunes differ. Empty for a checkpoint on the Hub, whose commit covers every byte.
+
+    Raises:
+        CheckpointError: If a block has no tensor, or a file cannot be read.
+    """
+    directory = checkpoint.directory
+    if directory is None:
+        return ()
+    shared: Mapping[int, frozenset[int]] = {}
+    with contextlib.suppress(UnsupportedError):  # such as an encoder, which is not served
+        shared = sharing_blocks(meta_model(checkpoint.config, torch.float32), layer_path)
+    found = []
+    for block in range(num_blocks_of(checkpoint.config)):
+        # Without prefix and index: equal blocks have equal fingerprints, wherever they stand.
+        tensors = stored_block(checkpoint, layer_path, block)
+        for other in shared.get(block, frozenset()) - {block}:
+            tensors |= {f"{other}.{place}": one for place, one in stored_block(checkpoint, layer_path, other).items()}
+        found.append(tensors_fingerprint(directory, tensors))
+    return tuple(found)
 
 
 def is_unchanged_outside(one: Checkpoint, other: Checkpoint, *, most_bytes: int | None = None) -> bool:

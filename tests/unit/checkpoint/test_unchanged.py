@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from type_models import save_type
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.checkpoint.unchanged import is_unchanged_outside, unchanged_blocks
+from swarm_plugins.checkpoint.unchanged import block_fingerprints, is_unchanged_outside, unchanged_blocks
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
@@ -50,6 +51,21 @@ def test_a_block_is_the_same_if_every_byte_is(
     one, other = Checkpoint.open(old), Checkpoint.open(changed(old, tmp_path, *parts, shards="5GB"))
     assert unchanged_blocks(one, other, ALL) == blocks
     assert is_unchanged_outside(one, other) == is_same_outside
+
+
+def test_a_block_differs_if_what_it_shares_with_another_does(tmp_path: Path) -> None:
+    """Zamba's hybrid blocks share attention, which is stored with the first of them."""
+    old = save_type("zamba", tmp_path / "old")
+    model = AutoModelForCausalLM.from_pretrained(old)
+    for name in ("same", "new"):
+        model.save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            model.model.layers[1].shared_transf.self_attn.q_proj.weight.mul_(2)
+    same, new = (Checkpoint.open(tmp_path / name) for name in ("same", "new"))
+    assert unchanged_blocks(same, new, ALL) == {0, 2}
+    assert unchanged_blocks(same, new, {3}) == set()
+    pairs = zip(*(block_fingerprints(one, "model.layers") for one in (same, new)), strict=True)
+    assert [before == now for before, now in pairs] == [True, False, True, False]
 
 
 def test_blocks_with_other_settings_differ(old: Path, tmp_path: Path) -> None:
