@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 
-_DEFINITIONS = ("$defs", "definitions")
-"""Where schemas keep what they refer to."""
+_VALUES = ("const", "default", "enum", "examples")
+"""What of a schema is no schema."""
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""What maps names, which may be any, to schemas."""
 _THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
 _SPACE = r"\s{0,32}"
 """White space before a call, which belongs to it. Bounded, so that searching a long run of it takes linear time."""
@@ -81,21 +83,15 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
 
 def call_schema(tools: Sequence[Mapping[str, Any]], found: ToolFormat, *, is_single: bool) -> dict[str, Any]:
     """Returns the JSON schema of a call of one of some tools, as the model writes it."""
-    definitions: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
     calls = []
     for number, tool in enumerate(tools):
-        parameters = tool["function"].get("parameters") or {"type": "object"}
-        definitions |= {
-            f"{name}_{number}": _moved(one, number) for name in _DEFINITIONS for one in [parameters.get(name)] if one
-        }
-        arguments = {name: value for name, value in parameters.items() if name not in _DEFINITIONS}
+        place = f"#/$defs/tool_{number}"
+        schemas[f"tool_{number}"] = _moved(tool["function"].get("parameters") or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
-                "properties": {
-                    "name": {"const": tool["function"]["name"]},
-                    "arguments": _moved(arguments, number),
-                },
+                "properties": {"name": {"const": tool["function"]["name"]}, "arguments": {"$ref": place}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
@@ -103,21 +99,23 @@ def call_schema(tools: Sequence[Mapping[str, Any]], found: ToolFormat, *, is_sin
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if found.is_list:
         one = {"type": "array", "items": one, "minItems": 1, **({"maxItems": 1} if is_single else {})}
-    return {**one, **({"$defs": definitions} if definitions else {})}
+    return {**one, "$defs": schemas}
 
 
-def _moved(schema: Any, number: int) -> Any:
-    """Returns a tool's schema whose references point to its definitions at the root, under the tool's number."""
+def _moved(schema: Any, place: str) -> Any:
+    """Returns a schema whose references to parts of it point to them where it is kept now."""
     if isinstance(schema, list):
-        return [_moved(one, number) for one in schema]
+        return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(value, number) for name, value in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str):
-        for name in _DEFINITIONS:
-            if reference.startswith(f"#/{name}/"):
-                moved["$ref"] = f"#/$defs/{name}_{number}/{reference.removeprefix(f'#/{name}/')}"
+    moved: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, dict):
+            moved[name] = {key: _moved(one, place) for key, one in value.items()}
+        elif name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[name] = place + value[1:]
+        else:
+            moved[name] = value if name in _VALUES else _moved(value, place)
     return moved
 
 

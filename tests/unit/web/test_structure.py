@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from llguidance import LLMatcher
 from pydantic import BaseModel
 
 from swarm_plugins.web.engine.grammar import GrammarProcessor, _guiding, json_grammar
-from swarm_plugins.web.protocol.tools import MessageReader, ToolCall, call_schema, calls_of, tool_format
+from swarm_plugins.web.protocol.tools import MessageReader, ToolCall, ToolFormat, call_schema, calls_of, tool_format
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
 SCHEMA = {
@@ -83,6 +84,38 @@ def test_a_demanded_call_is_made(tool_client: openai.OpenAI, choice: Any) -> Non
     assert answer.choices[0].message.content is None
 
 
+def fitting(tokenizer: Any, tools: list[Any], found: ToolFormat) -> Callable[[str, Any], bool]:
+    """Returns what tells whether a call fits the tools' schemas."""
+    grammar = json_grammar(call_schema(tools, found, is_single=True))
+
+    def fits(name: str, arguments: Any) -> bool:
+        call = {"name": name, "arguments": arguments}
+        matcher = LLMatcher(_guiding(tokenizer), grammar)
+        tokens = tokenizer(json.dumps([call] if found.is_list else call))["input_ids"]
+        return bool(matcher.consume_tokens(tokens)) and matcher.is_accepting()
+
+    return fits
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]"])
+def test_a_tool_may_refer_to_any_part_of_its_schema(tokenizer: Any, template: str, count: int) -> None:
+    nested = {"type": "array", "items": {"$ref": "#"}}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "integer"}, "default": {"$ref": "#/properties/name"}, "children": nested},
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": f"walk{one}", "parameters": schema}} for one in range(count)]
+    found = tool_format(SimpleNamespace(chat_template=template))  # type: ignore[arg-type]
+    assert found is not None
+    fits = fitting(tokenizer, tools, found)
+    for one in range(count):
+        assert fits(f"walk{one}", {"name": 5, "default": 7, "children": [{"name": 6, "children": []}]})
+        assert not fits(f"walk{one}", {"default": "walk"})
+        assert not fits(f"walk{one}", {"children": [{"name": "walk0", "arguments": {}}]})
+
+
 @pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]"])
 def test_a_tool_may_define_what_it_refers_to(tokenizer: Any, template: str) -> None:
     class Inner(BaseModel):
@@ -101,14 +134,7 @@ def test_a_tool_may_define_what_it_refers_to(tokenizer: Any, template: str) -> N
     tools = [{"type": "function", "function": {"name": name, "parameters": one}} for name, one in schemas.items()]
     found = tool_format(SimpleNamespace(chat_template=template))  # type: ignore[arg-type]
     assert found is not None
-    grammar = json_grammar(call_schema(tools, found, is_single=True))
-
-    def fits(name: str, arguments: Any) -> bool:
-        call = {"name": name, "arguments": arguments}
-        matcher = LLMatcher(_guiding(tokenizer), grammar)
-        tokens = tokenizer(json.dumps([call] if found.is_list else call))["input_ids"]
-        return bool(matcher.consume_tokens(tokens)) and matcher.is_accepting()
-
+    fits = fitting(tokenizer, tools, found)
     assert fits("f", {"inner": {"size": "small"}, "others": [{"size": "large"}]})
     assert fits("g", {"inner": "tiny"})
     assert not fits("f", {"inner": "tiny", "others": []})
