@@ -105,6 +105,8 @@ class LocalSwarm:
         self._start_timeout_s = start_timeout_s
         self._directory: Path | None = None
         self._servers: list[LocalServer] = []
+        self._places: dict[int, list[str]] = {}
+        """Where each server has listened, also if the one that was to take its place has not come that far."""
 
     @property
     def servers(self) -> tuple[LocalServer, ...]:
@@ -162,7 +164,7 @@ class LocalSwarm:
             server.ask_to_end()
         for server in self._servers:
             server.terminate()
-        self._servers = []
+        self._servers, self._places = [], {}
         self._held.close()
         self._ports = None
         directory, self._directory = self._directory, None
@@ -183,7 +185,7 @@ class LocalSwarm:
         """Ends a server at once and starts it again, with its identity, ports and blocks; waits until it serves.
 
         Args:
-            index: The server.
+            index: The server; negative ones count from the end.
             model: Directory of another model to serve. None: this swarm's.
 
         Raises:
@@ -202,18 +204,22 @@ class LocalSwarm:
         """Ends a server at once and starts one in its place, with the same ports and further options."""
         if not self._servers:
             raise ConfigError("this swarm is not running: start it first")
+        index = range(len(self._servers))[index]
         old = self._servers[index]
         old.kill()
-        ports = [address.partition("/p2p/")[0] for address in old.addresses]
+        if old.addresses:
+            self._places[index] = [address.partition("/p2p/")[0] for address in old.addresses]
+        same = {} if "host_maddrs" in self._options else {"host_maddrs": self._places.get(index, [])}
         if self._link is not None:
             self._link.admit(index)
-        same = {} if "host_maddrs" in self._options else {"host_maddrs": ports}
-        new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, program=program)
-        new.tell_peers(self._ways_to_others(index))
-        self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
+        try:
+            new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, program=program)
+            new.tell_peers(self._ways_to_others(index))
+            self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
+        finally:
+            if self._link is not None:
+                self._link.shut()
         self._held.hold(new.addresses)
-        if self._link is not None:
-            self._link.shut()
 
     def _ways_to_others(self, index: int) -> list[str]:
         """Returns the addresses by which a server reaches the others that run."""

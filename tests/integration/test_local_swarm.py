@@ -134,6 +134,17 @@ def test_a_server_is_restarted_though_another_is_dead(tiny_llama: Path) -> None:
         assert found["missing_blocks"] == [2, 3]
 
 
+@pytest.mark.swarm
+def test_a_server_finds_its_ports_after_a_restart_that_failed(tiny_llama: Path, tmp_path: Path) -> None:
+    with LocalSwarm(tiny_llama, num_servers=1) as swarm:
+        [first] = swarm.servers
+        with pytest.raises(TransportError, match="ended before it served"):
+            swarm.restart(-1, model=tmp_path / "nowhere")
+        swarm.restart(-1)
+        [again] = swarm.servers
+        assert (again.peer_id, again.addresses) == (first.peer_id, first.addresses)
+
+
 def test_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"ended before it served \(pid \d+\):\n(?s:.*)nowhere"):

@@ -49,6 +49,10 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
 }
 """By transformers' model type."""
+_YARN: Mapping[str, object] = {
+    "attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1, "truncate": True,
+}  # fmt: skip
+"""The usual settings of yarn; llama.cpp computes others in another way, or not at all."""
 _NEEDED_WITH_WINDOWS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _WINDOWED_FIRST = ("sliding_attention", "full_attention")
 
@@ -167,7 +171,7 @@ def _rope_values(config: PreTrainedConfig) -> Values:
     values: Values = {"rope.freq_base": float(rope.get("rope_theta", 10_000.0))}
     if kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
-    elif kind == "yarn" and not any(key in rope for key in ("attention_factor", "mscale", "mscale_all_dim")):
+    elif kind == "yarn" and all(rope.get(key, usual) in (usual, None) for key, usual in _YARN.items()):
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         values |= {
             "rope.scaling.type": "yarn",
@@ -177,6 +181,6 @@ def _rope_values(config: PreTrainedConfig) -> Values:
     elif kind not in ("default", "llama3"):
         raise UnsupportedError(
             f"the config scales its rotary embedding by {dict(rope)}, which is not written as GGUF; known: default, "
-            "linear, llama3, and yarn without factors for attention"
+            f"linear, llama3, and yarn with the usual {', '.join(_YARN)}"
         )
     return values

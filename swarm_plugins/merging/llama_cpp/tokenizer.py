@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
@@ -131,21 +131,49 @@ def _read(found: Mapping[str, Any], name: str, num_rows: int) -> _Vocabulary:
     if not is_pieces:
         merges = [" ".join(pair) for pair in _pairs(model)]
         return _Vocabulary("gpt2", _split(found, name), tokens, None, merges, types, has_prefix=False)
+    _check_pieces(found, name)
     return _Vocabulary("llama", "default", tokens, _scores(model, tokens), [], types, has_prefix=_has_prefix(found))
 
 
 def _split(found: Mapping[str, Any], name: str) -> str:
+    changes, cuts = _steps(found)
+    words = tuple(map(_word, cuts))
+    _check_known([_word(step) for step in changes], [] if words in _SPLITS else words or ["nothing"], name)
+    return _SPLITS[words]
+
+
+def _check_pieces(found: Mapping[str, Any], name: str) -> None:
+    """Raises UnsupportedError if more than marks for spaces makes sentence pieces: llama.cpp knows no more."""
+    changes, cuts = ([_word(step) for step in steps if not _is_mark(step)] for steps in _steps(found))
+    _check_known(changes, cuts, name)
+
+
+def _steps(found: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Returns how text is changed, and how it is cut."""
     normal, before = found.get("normalizer") or {}, found.get("pre_tokenizer") or {}
     # NFC is accepted although llama.cpp skips it: nearly all text is in this form already.
-    changes = [_word(step) for step in normal.get("normalizers", [normal]) if step and step["type"] != "NFC"]
-    words = tuple(_word(step) for step in before.get("pretokenizers", [before]))
-    if changes or words not in _SPLITS:
-        what = f"changes text by {' and '.join(changes)}" if changes else f"cuts text by {' and '.join(words)}"
+    changes = [step for step in normal.get("normalizers", [normal]) if step and step["type"] != "NFC"]
+    return changes, [step for step in before.get("pretokenizers", [before]) if step]
+
+
+def _is_mark(step: Mapping[str, Any]) -> bool:
+    is_space = step.get("pattern") == {"String": " "}
+    if step["type"] == "Split":  # of Gemma, after its spaces have become marks
+        return is_space and step.get("behavior") == "MergedWithPrevious"
+    return {
+        "Prepend": step.get("prepend") == _SPACE,
+        "Replace": is_space and step.get("content") == _SPACE,
+        "Metaspace": step.get("replacement") == _SPACE,
+    }.get(step["type"], False)
+
+
+def _check_known(changes: Sequence[str], cuts: Sequence[str], name: str) -> None:
+    if changes or cuts:
+        what = f"changes text by {' and '.join(changes)}" if changes else f"cuts text by {' and '.join(cuts)}"
         raise UnsupportedError(
             f"the tokenizer of {name} {what[:300]}, which is not among the ways that are written as GGUF: merge into a "
             "folder, and convert it with llama.cpp's convert_hf_to_gguf.py"
         )
-    return _SPLITS[words]
 
 
 def _word(step: Mapping[str, Any]) -> str:

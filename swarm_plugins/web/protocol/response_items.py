@@ -30,8 +30,9 @@ def chat_messages(given: str | Sequence[Mapping[str, Any]], instructions: str | 
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if messages and messages[-1].get("tool_calls"):
-                messages[-1]["tool_calls"].append(call)
+            # Text and calls of one turn come as items of their own.
+            if messages and messages[-1].get("role") == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":

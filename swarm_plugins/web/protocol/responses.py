@@ -139,9 +139,11 @@ class _Answer:
 
     async def events(self, said: AsyncIterator[Said | Ended | Done]) -> AsyncIterator[dict[str, Any]]:
         """Yields a streamed response's events; at the end the response is whole."""
+        # What fails before gets its own status, as in a chat.
+        one = await anext(said, None)
         yield self._event({"type": "response.created", "response": dict(self.response)})
         yield self._event({"type": "response.in_progress", "response": dict(self.response)})
-        async for one in said:
+        while one is not None:
             if isinstance(one, Said):
                 for event in self._items.add(one.part):
                     yield self._event(event)
@@ -151,6 +153,7 @@ class _Answer:
                 self._end(one)
             else:
                 self.response |= {"usage": _usage(one), "swarm": extension(one)}
+            one = await anext(said, None)
         yield self._event({"type": f"response.{self.response['status']}", "response": dict(self.response)})
 
     def _event(self, event: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -125,6 +126,14 @@ def test_metadata_say_what_the_config_says(tmp_path: Path, llama: Path, adapter:
             r"scales its rotary embedding by .*dynamic.*known: default, linear, llama3",
             id="rope",
         ),
+        *[
+            pytest.param(
+                {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, **one}},
+                r"yarn with the usual attention_factor, mscale, mscale_all_dim, beta_fast",
+                id=f"yarn-{next(iter(one))}",
+            )
+            for one in ({"beta_fast": 64}, {"beta_slow": 2.0}, {"truncate": False}, {"attention_factor": 1.5})
+        ],
     ],
 )
 def test_settings_that_llama_cpp_does_not_compute_are_refused(
@@ -180,6 +189,35 @@ def test_bytes_that_are_cut_in_another_way_are_refused(llama: Path, changes: dic
     cut = found["pre_tokenizer"] | {key: value for key, value in changes.items() if key != "normalizer"}
     with pytest.raises(UnsupportedError, match=f"^the tokenizer of base {message}"):
         _read(found | changes | {"pre_tokenizer": cut}, "base", 512)
+
+
+_PIECES = {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []}
+_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "cut", "message"),
+    [
+        ({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _SPACE]}, None, None),
+        (None, {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}, None),
+        (_SPACE, {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}, None),
+        ({"type": "Sequence", "normalizers": [{"type": "NFKC"}, _SPACE]}, None, "changes text by NFKC"),
+        ({**_SPACE, "content": "_"}, None, "changes text by Replace"),
+        (_SPACE, {"type": "Digits", "individual_digits": True}, "cuts text by Digits"),
+    ],
+)
+def test_pieces_that_are_made_in_another_way_are_refused(
+    normalizer: dict[str, Any] | None, cut: dict[str, Any] | None, message: str | None
+) -> None:
+    found = {"model": _PIECES, "normalizer": normalizer, "pre_tokenizer": cut}
+    with contextlib.nullcontext() if message is None else pytest.raises(UnsupportedError, match=message):
+        assert _read(found, "base", 1).model == "llama"
+
+
+def test_bytes_that_are_not_cut_are_refused(llama: Path) -> None:
+    found = json.loads((llama / "tokenizer.json").read_text())
+    with pytest.raises(UnsupportedError, match="cuts text by nothing"):
+        _read(found | {"pre_tokenizer": None}, "base", 512)
 
 
 def test_other_types_and_tokenizers_are_refused(tmp_path: Path, llama: Path, adapter: Path) -> None:

@@ -10,6 +10,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from swarm_plugins.web.engine.engine import Engine, QueueFullError
+from swarm_plugins.web.protocol.response_items import chat_messages
+
 SCHEMA = {
     "type": "object",
     "properties": {"sky": {"enum": ["blue", "grey"]}},
@@ -85,3 +88,28 @@ def test_what_cannot_be_honoured_is_refused(client: openai.OpenAI, field: str, v
     arguments: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 2} | {field: value}
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**arguments)
+
+
+def test_text_and_calls_of_one_turn_are_one_message() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    given = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "I look."},
+        call,
+        {**call, "call_id": "2"},
+        {"type": "function_call_output", "call_id": "1", "output": "here"},
+    ]
+    user, assistant, tool = chat_messages(given, None)
+    assert (user["role"], tool["role"]) == ("user", "tool")
+    assert assistant["content"] == "I look."
+    assert [one["id"] for one in assistant["tool_calls"]] == ["1", "2"]
+
+
+def test_a_stream_that_cannot_begin_has_its_own_status(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Engine, request: Any) -> Any:
+        raise QueueFullError("the queue is full")
+
+    monkeypatch.setattr(Engine, "generate", full)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.with_options(max_retries=0).responses.create(model="tiny", input="Hello", stream=True)
+    assert refused.value.status_code == 503
