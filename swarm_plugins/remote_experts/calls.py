@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swarm_plugins.book.record import Forgiven, Lagged
 from swarm_plugins.client.answers import check_tensor
-from swarm_plugins.client.calls.call import Answer, Call, Caller
+from swarm_plugins.client.calls.call import Answer, Call
 from swarm_plugins.client.calls.direct import Direct
 from swarm_plugins.client.calls.hedging import first_answer
 from swarm_plugins.client.calls.retries import Retries
@@ -66,6 +66,14 @@ class _Chunk(NamedTuple):
     counts: tuple[int, ...]
     places: Tensor
     """``[n]``: positions among all rows."""
+
+
+class _Answered(NamedTuple):
+    """A message's rows, and what came back."""
+
+    chunk: _Chunk
+    call: ExpertsCall
+    answer: Answer[ExpertsRequest, ExpertsResponse]
 
 
 class ExpertsCall(Call[ExpertsRequest, ExpertsResponse]):
@@ -132,11 +140,10 @@ class Holders:
         self.view = view
         self.guard: HolderGuard | None = None
         """Computes some answers again. None: all are believed."""
-        self._caller: Caller = Direct(view.peers)
+        self._caller = Direct(view.peers)
         if view.config.wants_checks(view.initial_peers):
             self.guard = HolderGuard(view)
             view.excludes = self.guard.is_excluded
-            self._caller = self.guard.wrap(self._caller, view)
         self._on_answer = on_answer
 
     async def run(self, rows: ExpertRows) -> Tensor:
@@ -203,10 +210,9 @@ class Holders:
         loads = {expert: rows.num_rows(expert) for expert in share.experts}
         rules = self.peers.book.rules
         late_s = rules.holder_late_s + rules.holder_late_factor * share.holder.answer_s(sum(loads.values()))
-        started = time.perf_counter()
         asked = {share.holder.peer, *without}
 
-        def ask_replicas() -> Coroutine[Any, Any, dict[int, Tensor]] | None:
+        def ask_replicas() -> Coroutine[Any, Any, list[_Answered]] | None:
             others = self.view.replicas(rows.block, share, loads, asked)
             if not others:
                 return None
@@ -214,45 +220,56 @@ class Holders:
             asked.update(other.holder.peer for other in others)
             return self._ask_holders(rows, others)
 
-        request = self._ask_holder(rows, share)
-        answer = await first_answer(request, ask_replicas, late_s=late_s, most=_MAX_SPARES)
-        late_by_s = time.perf_counter() - started - share.holder.answer_s(sum(loads.values()))
-        self.peers.book.observe(share.holder.peer, Lagged(late_by_s))
-        return answer
+        while True:
+            started = time.perf_counter()
+            answers = await first_answer(self._ask_holder(rows, share), ask_replicas, late_s=late_s, most=_MAX_SPARES)
+            late_by_s = time.perf_counter() - started - share.holder.answer_s(sum(loads.values()))
+            self.peers.book.observe(share.holder.peer, Lagged(late_by_s))
+            # Afterwards: nobody is late because of what is computed here.
+            found = await self._fault_in(answers)
+            if found is None:
+                return _by_expert(share, answers)
+            peer, error = found
+            if peer == share.holder.peer:
+                raise error
+            self.view.ban(peer, error)
 
-    async def _ask_holders(self, rows: ExpertRows, shares: Sequence[Share]) -> dict[int, Tensor]:
-        answers = await _all(self._ask_holder(rows, share) for share in shares)
-        return {expert: part for answer in answers for expert, part in answer.items()}
+    async def _ask_holders(self, rows: ExpertRows, shares: Sequence[Share]) -> list[_Answered]:
+        return [answer for answers in await _all(self._ask_holder(rows, one) for one in shares) for answer in answers]
 
-    async def _ask_holder(self, rows: ExpertRows, share: Share) -> dict[int, Tensor]:
-        """Returns a holder's answer by expert."""
+    async def _ask_holder(self, rows: ExpertRows, share: Share) -> list[_Answered]:
+        """Returns a holder's answers."""
         width = rows.hidden.shape[1]
         limit = max(1, MAX_MESSAGE_BYTES // (3 * width * rows.hidden.element_size()))
         limit = min(limit, self.view.max_batch_tokens(share.holder.peer) or limit)
         num_rows = sum(rows.num_rows(expert) for expert in share.experts)
         chunks = _chunks(rows, share, limit)
-        found: list[tuple[_Chunk, Tensor]] = []
+        found: list[_Answered] = []
 
         async def ask_next() -> None:
             for chunk in chunks:
                 try:
-                    found.append((chunk, await self._ask_chunk(rows, share, chunk)))
+                    call = ExpertsCall(self.view, rows, share, chunk)
+                    found.append(_Answered(chunk, call, await self._caller.ask(call, share.holder.peer)))
                 except BaseException:
                     chunks.close()  # no further message to this holder
                     raise
 
         await _all(ask_next() for _ in range(min(_MAX_ON_THE_WAY, math.ceil(num_rows / limit))))
-        parts: dict[int, list[Tensor]] = {expert: [] for expert in share.experts}
-        for chunk, answer in sorted(found, key=lambda pair: int(pair[0].places[0])):
-            for expert, part in zip(chunk.experts, answer.split(list(chunk.counts)), strict=True):
-                parts[expert].append(part)
-        self.peers.book.observe(share.holder.peer, Forgiven())
-        return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
+        return found
 
-    async def _ask_chunk(self, rows: ExpertRows, share: Share, chunk: _Chunk) -> Tensor:
-        answer = await self._caller.ask(ExpertsCall(self.view, rows, share, chunk), share.holder.peer)
-        self._on_answer(answer.peer, answer.response.rows.shape[0])
-        return answer.response.rows
+    async def _fault_in(self, answers: Sequence[_Answered]) -> tuple[str, SwarmError] | None:
+        """Checks answers; returns whose is wrong, if one is, and the error."""
+        for _, call, answer in answers:
+            if self.guard is not None:
+                try:
+                    await self.guard.check(call, answer, self.view)
+                except SwarmError as exc:
+                    return answer.peer, exc
+            self._on_answer(answer.peer, answer.response.rows.shape[0])
+        for peer in {answer.peer for _, _, answer in answers}:
+            self.peers.book.observe(peer, Forgiven())
+        return None
 
     async def close(self) -> None:
         """Ends checks, look-ups and streams. Idempotent."""
@@ -273,6 +290,15 @@ async def _all(requests: Iterable[Awaitable[T]]) -> list[T]:
 
 def _part_of(share: Share) -> tuple[int, int]:
     return share.holder.part or (0, 1)
+
+
+def _by_expert(share: Share, answers: Sequence[_Answered]) -> dict[int, Tensor]:
+    """Returns the rows of each expert of a share, in their order."""
+    parts: dict[int, list[Tensor]] = {expert: [] for expert in share.experts}
+    for chunk, _, answer in sorted(answers, key=lambda one: int(one.chunk.places[0])):
+        for expert, part in zip(chunk.experts, answer.response.rows.split(list(chunk.counts)), strict=True):
+            parts[expert].append(part)
+    return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
 
 
 def _chunks(rows: ExpertRows, share: Share, limit: int) -> Generator[_Chunk]:

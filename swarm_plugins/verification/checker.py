@@ -213,6 +213,22 @@ class CheckingGuard(ABC):
         """Returns a caller that examines answers before they are used."""
         return CheckedCaller(inner, view, self)
 
+    async def check(self, call: Call[Any, Any], answer: Answer[Any, Any], view: ServerView) -> None:
+        """Examines an answer before it is used.
+
+        Raises:
+            SwarmError: If it is wrong, or its server has been caught or moved meanwhile.
+        """
+        # It may have been caught by a check in the background or by another client.
+        if self.is_excluded(answer.peer):
+            raise WrongAnswerError(f"server {answer.peer} is in quarantine")
+        info = view.said(answer.peer)
+        if info is not None:
+            await self.examine(call, answer, info, view)
+        elif view.peers.book[answer.peer].info is not None:
+            # To others: a stand-in in this process, which needs no check, says nothing at all.
+            raise SpanMovedError(f"server {answer.peer} says that it serves another version of the model")
+
     @abstractmethod
     async def examine(self, call: Call[Any, Any], answer: Answer[Any, Any], info: ServerInfo, view: ServerView) -> None:
         """Checks an answer of a server that says ``info`` of itself, or not.
@@ -239,15 +255,7 @@ class CheckedCaller:
         while True:
             answer = await self._inner.ask(call, peer)
             try:
-                # It may have been caught meanwhile, by a check in the background or by another client.
-                if self._guard.is_excluded(answer.peer):
-                    raise WrongAnswerError(f"server {answer.peer} is in quarantine")
-                info = self._view.said(answer.peer)
-                if info is not None:
-                    await self._guard.examine(call, answer, info, self._view)
-                elif self._view.peers.book[answer.peer].info is not None:
-                    # To others: a stand-in in this process, which needs no check, says nothing at all.
-                    raise SpanMovedError(f"server {answer.peer} says that it serves another version of the model")
+                await self._guard.check(call, answer, self._view)
             except SwarmError as exc:
                 if answer.peer == peer:
                     raise

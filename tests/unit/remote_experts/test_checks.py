@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,13 +21,14 @@ from swarm_plugins import load_remote_experts
 from swarm_plugins.book.rules import Rules
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client.calls.hedging import first_answer
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.held import load_held_experts
 from swarm_plugins.remote_experts.checks import HolderGuard
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
-from swarm_plugins.verification.checker import Checker
+from swarm_plugins.verification.checker import Checker, CheckingGuard
 from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.versions import ModelVersion
 from swarm_plugins.weights.widths import NF4
@@ -65,7 +67,14 @@ def finish_checks(model: PreTrainedModel) -> None:
         time.sleep(0.01)
 
 
-def corrupt(holders: Holders, peer: str, what: Held, lies: Callable[[ExpertsRequest, Tensor], Tensor]) -> None:
+def corrupt(
+    holders: Holders,
+    peer: str,
+    what: Held,
+    lies: Callable[[ExpertsRequest, Tensor], Tensor],
+    *,
+    delay_s: float = 0.0,
+) -> None:
     """Makes a holder change its answers."""
     held = load_held_experts(
         Checkpoint.open(holders.directory), range(2), what.experts, part=what.part, device=torch.device("cpu")
@@ -77,7 +86,7 @@ def corrupt(holders: Holders, peer: str, what: Held, lies: Callable[[ExpertsRequ
         rows = held.run(request.block, request.hidden[request.rows.long()], spans, request.grad)
         return ExpertsResponse(rows=lies(request, rows))
 
-    holders.answer_instead(peer, answer)
+    holders.answer_instead(peer, answer, delay_s=delay_s)
 
 
 @pytest.mark.parametrize("held", [REPLICAS, SLICES], ids=["replicas", "slices"])
@@ -175,6 +184,42 @@ def test_a_liar_that_has_our_version_besides_its_own_is_accused(mixtral: Path) -
         holders.handlers["a"]["rpc_info"] = says
         outcome(model)
     assert list(user_quarantine().peers()) == ["a"]
+
+
+def test_a_replica_that_lies_while_a_holder_is_late_is_caught(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.peers.Rules", partial(Rules, holder_late_s=0.05))
+    with serving(mixtral, {"a": REPLICAS["a"]}) as holders:
+        expected = outcome(load(holders))
+    with serving(mixtral, REPLICAS, config=CHECKED) as holders:
+        corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows, delay_s=2.0)
+        corrupt(holders, "b", REPLICAS["b"], lambda request, rows: 1.5 * rows)
+        model = load(holders)
+        prefer(model, holders.connection, "a", by_s=5.0)
+        assert all(map(torch.equal, outcome(model), expected))
+    assert list(user_quarantine().peers()) == ["b"]
+
+
+def test_nobody_is_late_because_of_checks(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_timed, checked = False, 0
+
+    async def timed(request: Any, *more: Any, **options: Any) -> Any:
+        nonlocal is_timed
+        is_timed = True
+        found = await first_answer(request, *more, **options)
+        is_timed = False
+        return found
+
+    async def check(self: HolderGuard, *more: Any) -> None:
+        nonlocal checked
+        assert not is_timed
+        checked += 1
+        await CheckingGuard.check(self, *more)
+
+    monkeypatch.setattr("swarm_plugins.remote_experts.calls.first_answer", timed)
+    monkeypatch.setattr(HolderGuard, "check", check)
+    with serving(mixtral, {"a": REPLICAS["a"]}, config=CHECKED) as holders:
+        outcome(load(holders))
+    assert checked
 
 
 def test_an_owner_whose_files_have_changed_accuses_nobody(
