@@ -43,6 +43,19 @@ def tokens_to_pass(border: int, position_ids: Tensor | None, *, cached: int, num
     return 1 + int(beyond[0]) if len(beyond) else None
 
 
+def do_rows_differ(border: int | None, position_ids: Tensor | None) -> bool:
+    """Returns whether some rows pass a length and others do not: together, all are encoded as long ones.
+
+    Args:
+        border: The length, see `whole_beyond`; None: there is none.
+        position_ids: ``[.., B or 1, S]``. None: consecutive ones, alike in all rows.
+    """
+    if border is None or position_ids is None:
+        return False
+    passing = position_ids.amax(-1) >= border
+    return bool(passing.any()) and not bool(passing.all())
+
+
 def _kinds(config: Any) -> list[dict[str, Any]]:
     """Returns the parameters of all kinds of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -22,6 +22,8 @@ from swarm_plugins.client.calls.retries import ChainRetries
 from swarm_plugins.client.digests import CallAdapters
 from swarm_plugins.client.splitting import chunk_rows, chunks_within, tokens_per_message
 from swarm_plugins.client.training.chain import ChainCall
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.rotary import do_rows_differ
 from swarm_plugins.routing import Demand, SpanChoice
 
 if TYPE_CHECKING:
@@ -72,6 +74,14 @@ class BatchCall:
         limit = tokens_per_message(inputs, backward=self.keep)
         least = chunks_within(inputs, min(view.most_tokens(inputs.blocks) or limit, limit))
         wanted = view.config.micro_batches
+        if do_rows_differ(inputs.whole_beyond, inputs.position_ids):
+            wanted = 1
+            if least > 1:
+                raise UnsupportedError(
+                    f"{num_rows} rows of {length} tokens have to run at once, since some pass the border of LongRoPE "
+                    f"at {inputs.whole_beyond} tokens and others do not, and do not fit in one message: give long "
+                    "and short rows apart"
+                )
         options = [max(least, min(wanted, num_rows))] if wanted != "auto" else self._options(chain, least)
         sizes = [[length * (one.stop - one.start) for one in chunk_rows(num_rows, count)] for count in options]
         found = view.schedule(inputs.blocks, sizes, without=retries.excluded) if options != [1] else None

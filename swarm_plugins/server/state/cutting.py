@@ -16,6 +16,7 @@ import torch
 from swarm_plugins.block_io import SpanInputs, have_jumps
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.rotary import do_rows_differ
 
 _GRAPHS = 2
 """A block's graph and what its forward or backward makes besides, in graphs."""
@@ -65,6 +66,14 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Por
     row_bytes = _row_bytes(inputs, spec, limits, length, total)
     fitting = min(max(at_once // length, whole >= length), limits.run_bytes // max(1, row_bytes))
     if fitting >= rows:
+        return [Portion(inputs=inputs)]
+    if do_rows_differ(spec.whole_beyond, inputs.position_ids):
+        if rows * row_bytes > limits.run_bytes:
+            raise CapacityError(
+                f"{rows} rows have to run at once, since some pass the border of LongRoPE at {spec.whole_beyond} "
+                f"tokens and others do not, and take about {rows * row_bytes} bytes, the limit is {limits.run_bytes}: "
+                "send long and short rows apart, or use a server with more memory"
+            )
         return [Portion(inputs=inputs)]
     part = None
     held_bytes = _held_bytes(inputs, spec, total)

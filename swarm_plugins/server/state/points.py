@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -60,6 +61,8 @@ class Points:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._accounts: dict[str, _Account] = {}
+        self._lock = threading.Lock()
+        """The event loop and the compute thread both add accounts, and drop others."""
         self._hosts: dict[str, str] = {}
         self._calling: Counter[str] = Counter()
         """Open streams of each peer."""
@@ -173,6 +176,10 @@ class Points:
         return f"{len(self._accounts)} peers in this server's books, tokens times blocks computed: {'; '.join(parts)}"
 
     def _account(self, peer: str) -> _Account:
+        with self._lock:
+            return self._known(peer)
+
+    def _known(self, peer: str) -> _Account:
         now = time.time()
         account = self._accounts.get(peer)
         if account is None:
@@ -189,8 +196,7 @@ class Points:
     def _forget_one(self) -> None:
         """Drops the account with least work: first of those that have earned nothing."""
         accounts = self._accounts
-        # A copy: the event loop and the compute thread both write.
-        del accounts[min(list(accounts), key=lambda peer: (accounts[peer].earned, accounts[peer].at))]
+        del accounts[min(accounts, key=lambda peer: (accounts[peer].earned, accounts[peer].at))]
 
 
 def host_in(address: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from stage_kit import Stage, backward, batch, rows_of, run, three
 
@@ -62,3 +64,23 @@ def test_chunks_become_so_small_that_a_server_keeps_their_graphs() -> None:
     none = {"a": Stage(0, 3)}
     none["a"].row_s, none["a"].most_kept = 0.001, 0
     assert steps(none, 6)[-1] == [8]
+
+
+def test_rows_on_both_sides_of_a_border_are_one_request() -> None:
+    """Long and short ones have the same frequencies only if they run together."""
+    stages = three()
+
+    async def use(servers: Servers, _: LocalTransport) -> float:
+        inputs = batch(length=20)
+        rows = inputs.hidden.shape[0]
+        positions = torch.arange(20).expand(rows, -1).clone()
+        positions[0] %= 10
+        servers.view.config = replace(servers.view.config, micro_batches=2)
+        for one, expected in ((positions, [rows]), (positions[1:2], [rows // 2, rows - rows // 2])):
+            before = {peer: len(stage.seen) for peer, stage in stages.items()}
+            await BatchCall(servers, replace(inputs, position_ids=one, whole_beyond=16), keep=False).forward()
+            for peer, stage in stages.items():
+                assert sorted(map(rows_of, stage.seen[before[peer] :])) == expected
+        return 0.0
+
+    run(stages, use)

@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 import torch
 from gradients_kit import SHAPE, flat, inputs_of, random
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
@@ -93,6 +94,53 @@ def test_portions_equal_the_whole(span: Span, kind: str, tokens: int, num_portio
         assert error_of(one, other) < TOLERANCE
     for one, other in zip(flat(found), flat(wanted), strict=True):
         assert error_of(one, other) < TOLERANCE
+
+
+def long_rope(folder: Path) -> LlamaForCausalLM:
+    """A model whose frequencies change after 16 tokens, without its last norm."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    }
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder)
+    model.model.norm = torch.nn.Identity()
+    return model
+
+
+def test_rows_on_both_sides_of_a_border_run_together(tmp_path: Path) -> None:
+    model = long_rope(tmp_path)
+    span = load_span(Checkpoint.open(tmp_path), range(2), dtype=torch.float32)
+    # In the second row two texts of ten tokens: with the first, transformers encodes them as long ones.
+    positions = torch.stack([torch.arange(20), torch.arange(20) % 10])
+    hidden = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    inputs = SpanInputs(blocks=range(2), hidden=hidden, position_ids=positions)
+    limits = RunLimits(portion_tokens=20, token_bytes=1000)
+    with torch.no_grad():
+        wanted = model.model(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
+        found = finished(run_forward(span, cut_batch(inputs, span.spec, limits))).hidden
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(CapacityError, match="2 rows have to run at once, since some pass the border of LongRoPE at 16"):
+        cut_batch(inputs, span.spec, dataclasses.replace(limits, run_bytes=100_000))
+    assert len(cut_batch(dataclasses.replace(inputs, position_ids=None), span.spec, limits)) == 2
+    span.close()
 
 
 def test_graphs_of_portions_are_kept_together_or_not_at_all(span: Span) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +105,25 @@ def test_strangers_do_not_push_out_who_has_served(monkeypatch: pytest.MonkeyPatc
         points.met(f"stranger {number}", f"/ip4/203.0.113.{number}/tcp/1")
     assert points.weight("friend") > 1
     assert len(points._accounts) == len(points._hosts) == 10
+
+
+def test_two_threads_may_keep_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points_module, "_MAX_PEERS", 3)
+    points, interval = Points(None), sys.getswitchinterval()
+
+    def keep(notes: Callable[[str, int], None], name: str) -> None:
+        for number in range(3000):
+            notes(f"{name}{number}", 1)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            both = [threads.submit(keep, points.served, "a"), threads.submit(keep, points.earned, "b")]
+            for one in both:
+                one.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(points._accounts) == 3
 
 
 def test_peers_that_call_stay_in_the_group_of_their_address(monkeypatch: pytest.MonkeyPatch) -> None:
