@@ -26,6 +26,8 @@ _KNOWN = frozenset({
     "position_ids",
     "cache_position",
     "logits_to_keep",
+    # Decoders add what belongs to the types to their embeddings, or make masks of them.
+    "token_type_ids",
     # Meant for towers, or for the loss; models pass all keyword arguments to their decoders, which ignore these.
     "image_sizes",
     "labels",

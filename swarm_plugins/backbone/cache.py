@@ -70,7 +70,8 @@ class RemoteCacheState:
         # Sessions drop nothing out, and steps with different seeds could not be replayed as one.
         inputs = replace(inputs, adapters=replace(inputs.adapters, dropout_seed=None))
         outputs = self.remote.step(session, inputs, ops)
-        self._last = inputs if self.goes_by_steps else None
+        # Copies, as sessions keep them: callers may use their tensors again.
+        self._last = inputs.map(_copied) if self.goes_by_steps else None
         return outputs
 
     def _ready_session(self) -> ClientSession:
@@ -90,7 +91,7 @@ class RemoteCacheState:
 
     def owe(self, inputs: SpanInputs) -> None:
         """Records tokens that ran outside the session."""
-        self._owed.append(_plain(inputs))
+        self._owed.append(_plain(inputs.map(_copied)))
         self.length += inputs.hidden.shape[1]
 
     def change(self, kind: str, *indices: int) -> None:
@@ -155,6 +156,10 @@ class RemoteCacheState:
         raise UnsupportedError(
             "a KV cache that lives on servers cannot be pickled; keep the token ids and run them again instead"
         )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _plain(inputs: SpanInputs) -> SpanInputs:

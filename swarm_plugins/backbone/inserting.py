@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
 
 Place = Literal["before", "after", "instead_of"]
+INSERTED = "_swarm_inserted"
+"""Attribute of a decoder: the names of the modules that were inserted between its blocks."""
 
 
 def insert_module(
@@ -80,6 +82,7 @@ def insert_module(
     else:
         layer.register_forward_hook(inserted.change_output)
     decoder.add_module(name, module)
+    setattr(decoder, INSERTED, (*getattr(decoder, INSERTED, ()), name))
 
 
 def _only_place(places: dict[Place, int | None]) -> tuple[Place, int]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from swarm_plugins import __version__
+from swarm_plugins.backbone.inserting import INSERTED
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.strategy.swarm.inspection import base_versions, placed_models
 from swarm_plugins.versions import ModelVersion
@@ -26,8 +27,9 @@ _MAX_NAMES = 3
 def trained_state(module: nn.Module) -> dict[str, Any]:
     """Returns the part of a module's state that a run changes.
 
-    These are the trainable parameters, and buffers outside of the base model (running averages of a head, say). The
-    base model itself is read again by its name; it may be many times as large.
+    These are the trainable parameters, and buffers outside of the base model (running averages of a head, say) or of
+    modules that were inserted between its blocks. The base model itself is read again by its name; it may be many times
+    as large.
     """
     kept = _trainable_names(module) | _own_buffers(module)
     return {name: value for name, value in module.state_dict().items() if name in kept}
@@ -111,7 +113,12 @@ def _trainable_names(module: nn.Module) -> set[str]:
 def _own_buffers(module: nn.Module) -> set[str]:
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     bases = tuple(f"{name}." if name else "" for name in placed_models(module))
-    return {name for name in module.state_dict() if name not in parameters and not (bases and name.startswith(bases))}
+    inserted = tuple(f"{path}.{name}." for path, one in module.named_modules() for name in getattr(one, INSERTED, ()))
+    return {
+        name
+        for name in module.state_dict()
+        if name not in parameters and (name.startswith(inserted) or not (bases and name.startswith(bases)))
+    }
 
 
 def _some(names: Collection[str]) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from type_models import save_type
 
 from swarm_plugins.backbone import (
     AutoSwarmModel,
@@ -35,6 +36,20 @@ def test_the_class_is_hf_s_own(remote, local, directory: Path) -> None:
     assert remote.model.layers[0].swarm_stack.version == Checkpoint.open(directory).version
     assert remote.name_or_path == remote.config._name_or_path == local.config._name_or_path == str(directory)
     assert not remote.training
+
+
+@torch.no_grad()
+def test_types_of_tokens_go_into_the_embeddings_here(tmp_path: Path) -> None:
+    directory = save_type("gpt2", tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(directory).eval()
+    types = torch.arange(IDS.numel()).view(IDS.shape) % 3
+    with InProcessSwarm(directory) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        found = model(IDS, token_type_ids=types).logits
+        settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "token_type_ids": types}
+        assert torch.equal(model.generate(IDS, **settings), plain.generate(IDS, **settings))
+    torch.testing.assert_close(found, plain(IDS, token_type_ids=types).logits, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, plain(IDS).logits, atol=1e-2)
 
 
 @torch.no_grad()

@@ -220,6 +220,28 @@ def test_states_go_back_by_a_step_of_which_the_kept_tokens_run_again(
     assert [session.steps[2:] for session in remote.opened] == [told, told]
 
 
+@pytest.mark.parametrize("is_owed", [True, False], ids=["owed", "step"])
+def test_what_runs_again_is_as_it_was_although_its_tensors_are_used_again(
+    cache: Cache, remote: FakeRemote, monkeypatch: pytest.MonkeyPatch, is_owed: bool
+) -> None:
+    state, sent = state_of(cache), []
+    monkeypatch.setattr(
+        remote, "step", lambda session, inputs, ops: sent.append(inputs) or SpanOutputs(hidden=inputs.hidden)
+    )
+    state.goes_by_steps = True
+    hidden, positions = torch.zeros(2, 4, 4), torch.arange(4)[None].clone()
+    inputs = SpanInputs(blocks=range(NUM_BLOCKS), hidden=hidden, position_ids=positions)
+    state.owe(inputs) if is_owed else state.step(inputs)
+    hidden += 100
+    positions += 4
+    sent.clear()
+    if not is_owed:
+        cache.crop(-2)
+    state.step(tokens(1))
+    assert not sent[0].hidden.any()
+    assert sent[0].position_ids.tolist() == [[0, 1, 2, 3] if is_owed else [0, 1]]
+
+
 def test_tokens_that_run_again_are_taken_back_as_a_step(stateful: Cache, remote: FakeRemote) -> None:
     stateful.crop(-1)
     stateful.crop(-1)

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from swarm_plugins import insert_module
 from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import find_layers
@@ -150,6 +151,15 @@ def test_a_module_without_remote_blocks_is_refused_with_the_cure() -> None:
 def test_an_adapter_is_something_to_train(module: Head) -> None:
     check_placed(module, None)
     check_trainable(module)
+
+
+def test_averages_of_an_inserted_module_are_kept() -> None:
+    base = remote().requires_grad_(False)
+    insert_module(base, "stat", nn.Sequential(nn.BatchNorm1d(32)), before=1)
+    model = nn.ModuleDict({"model": get_peft_model(base, LoraConfig(r=2, modules_to_save=["stat"]))})
+    kept = {name.rpartition("stat.")[2] for name in trained_state(model)}
+    assert {f"modules_to_save.default.0.{one}" for one in ("weight", "running_mean", "running_var")} <= kept
+    assert not any("rotary" in name for name in trained_state(model))
 
 
 def test_a_model_without_an_adapter_is_refused_with_the_cure() -> None:
