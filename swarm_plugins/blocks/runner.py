@@ -38,6 +38,8 @@ class SpanSpec:
     """Whether rows may be run in parts: no part changes how the others are encoded."""
     whole_beyond: int | None = None
     """As in `SpanInputs`: if new tokens pass this length, those up to the first that does run at once."""
+    pair_bytes: int = 0
+    """What attention makes of one pair of tokens in one row, besides masks: whole scores, or those of an indexer."""
     makes_masks: bool = False
     """Whether attention gets a mask also where nothing is padded, as sliding windows need."""
     vocab_size: int = 0

@@ -7,7 +7,7 @@ or of another session's step, in the same thread, from `Span.on_block_boundary`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVCache, KVPool
+from swarm_plugins.blocks.layout import BlockKV
 from swarm_plugins.blocks.probing.probe import Traits
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.interfaces import ExpertCache
 from swarm_plugins.rotary import has_fixed_positions, whole_beyond
+
+_SCORE_BYTES = 16
+"""Of a head, for a pair of tokens: the score, its softmax in float32, and copies of both as blocks compute."""
 
 
 class Span:
@@ -45,6 +49,7 @@ class Span:
             kv_layouts=layouts,
             has_fixed_positions=has_fixed_positions(cut.config) and all(one.is_plain for one in layouts.values()),
             whole_beyond=whole_beyond(cut.config),
+            pair_bytes=_pair_bytes(cut, layouts),
             makes_masks=getattr(cut.config, "sliding_window", None) is not None,
             vocab_size=int(cut.config.vocab_size) if traits.takes_ids else 0,
             mask_kinds=traits.mask_kinds,
@@ -210,3 +215,10 @@ class Span:
                 f"attention_mask has shape {list(mask.shape)}; expected [{hidden.shape[0]}, "
                 f"{before + hidden.shape[1]}]: the tokens before and the new ones"
             )
+
+
+def _pair_bytes(cut: CutModel, layouts: Mapping[int, BlockKV]) -> int:
+    kinds = ["num_attention_heads"] if cut.attention == "eager" else []
+    kinds += ["index_n_heads"] if any(layout.index_width for layout in layouts.values()) else []
+    heads = (getattr(cut.config, kind, None) for kind in kinds)
+    return _SCORE_BYTES * sum(one for one in heads if isinstance(one, int))

@@ -78,7 +78,8 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Por
     part = None
     held_bytes = _held_bytes(inputs, spec, total)
     if fitting < 1 and spec.has_fixed_positions and inputs.layer_masks is None and not _is_packed(inputs):
-        part = _part_tokens(limits, min(max(at_once, whole), length), length, total, held_bytes)
+        seen_bytes = total * (MASK_BYTES + spec.pair_bytes)
+        part = _part_tokens(limits, min(max(at_once, whole), length), length, seen_bytes, held_bytes)
     if fitting < 1 and part is None and row_bytes > limits.run_bytes:
         raise CapacityError(
             f"one row of {length} tokens takes about {row_bytes} bytes while it runs, the limit is {limits.run_bytes}: "
@@ -99,7 +100,7 @@ def check_together(inputs: SpanInputs, cached: int, spec: SpanSpec, limits: RunL
     if least is None:
         return
     token_bytes = limits.token_bytes + _STATES * spec.hidden_size * spec.dtype.itemsize
-    num_bytes = rows * least * (token_bytes + (cached + least) * _mask_bytes(inputs, spec))
+    num_bytes = rows * least * (token_bytes + (cached + least) * (_mask_bytes(inputs, spec) + spec.pair_bytes))
     if num_bytes > limits.run_bytes:
         raise CapacityError(
             f"the first {least} new tokens of {rows} rows have to run at once, since they have padding that states of "
@@ -117,7 +118,8 @@ def _in_time(tokens: int, total: int, spec: SpanSpec) -> int:
 def _row_bytes(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits, length: int, total: int) -> int:
     state_bytes = spec.hidden_size * spec.dtype.itemsize
     states = length * state_bytes * (len(inputs.blocks) + _STATES)
-    return states + length * _GRAPHS * limits.token_bytes + length * total * _mask_bytes(inputs, spec)
+    pair_bytes = _mask_bytes(inputs, spec) + spec.pair_bytes
+    return states + length * _GRAPHS * limits.token_bytes + length * total * pair_bytes
 
 
 def _mask_bytes(inputs: SpanInputs, spec: SpanSpec) -> int:
@@ -141,10 +143,10 @@ def _held_bytes(inputs: SpanInputs, spec: SpanSpec, total: int) -> int:
     return states + 2 * total * spec.wide_token_bytes
 
 
-def _part_tokens(limits: RunLimits, at_once: int, length: int, total: int, held_bytes: int) -> int | None:
+def _part_tokens(limits: RunLimits, at_once: int, length: int, seen_bytes: int, held_bytes: int) -> int | None:
     """Returns how many tokens of one row run at a time; None if even few do not fit."""
     # A part sees the tokens before it through a mask, whatever the model.
-    token_bytes = _GRAPHS * limits.token_bytes + total * MASK_BYTES
+    token_bytes = _GRAPHS * limits.token_bytes + seen_bytes
     fitting = (limits.run_bytes - held_bytes) // max(1, token_bytes)
     return min(at_once, fitting) if fitting >= min(_MIN_PART_TOKENS, length) else None
 

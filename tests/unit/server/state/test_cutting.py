@@ -10,6 +10,7 @@ import pytest
 import torch
 from gradients_kit import SHAPE, flat, inputs_of, random
 from transformers import LlamaConfig, LlamaForCausalLM
+from type_models import save_type
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
@@ -178,6 +179,28 @@ def test_what_a_row_takes_is_bounded_before_it_runs(span: Span) -> None:
     assert len(cut_batch(packed, span.spec, RunLimits())) == 1
     with pytest.raises(CapacityError, match="the limit is 20000: send shorter rows"):
         cut_batch(long, span.spec, RunLimits(run_bytes=20_000, token_bytes=2_000))
+
+
+@pytest.mark.parametrize(("kind", "per_pair"), [("bloom", 4 * 16), ("deepseek_v32", 16), ("qwen2", 0)])
+def test_whole_scores_of_a_row_are_counted(tmp_path: Path, kind: str, per_pair: int) -> None:
+    save_type(kind, tmp_path)
+    span = load_span(Checkpoint.open(tmp_path), range(1))
+    assert bool(span.spec.pair_bytes) == bool(per_pair)
+    assert span.spec.pair_bytes >= per_pair
+    row = SpanInputs(blocks=range(1), hidden=torch.zeros(1, 128, span.spec.hidden_size))
+    limits = RunLimits(run_bytes=600_000, token_bytes=500)
+    if kind == "bloom":
+        (portion,) = cut_batch(row, span.spec, limits)
+        assert portion.part_tokens is not None
+        wanted = span.forward(row).hidden
+        torch.testing.assert_close(finished(run_forward(span, [portion])).hidden, wanted, rtol=1e-4, atol=1e-5)
+    elif per_pair:
+        with pytest.raises(CapacityError, match="one row of 128 tokens takes about"):
+            cut_batch(row, span.spec, dataclasses.replace(limits, run_bytes=200_000))
+    else:
+        (portion,) = cut_batch(row, span.spec, limits)
+        assert portion.part_tokens is None
+    span.close()
 
 
 @pytest.mark.parametrize("tokens", [18, 8], ids=["rows", "parts"])
