@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm_plugins.client.answers import SpanMovedError
-from swarm_plugins.verification.checker import CheckedCaller
+from swarm_plugins.verification.checker import CheckedCaller, CheckingGuard
 
 ANSWER = SimpleNamespace(peer="a")
 
@@ -18,12 +18,16 @@ class Inner:
         return ANSWER
 
 
+class Guard(CheckingGuard):
+    async def examine(self, *_: Any) -> None:
+        raise AssertionError
+
+
 def caller_of(said_to_anyone: object) -> Any:
     """Asks a server that has said nothing to users of this version."""
     book = {"a": SimpleNamespace(info=said_to_anyone)}
     view = SimpleNamespace(said=lambda peer: None, peers=SimpleNamespace(book=book))
-    guard = SimpleNamespace(is_excluded=lambda peer: False)
-    return CheckedCaller(Inner(), view, guard)  # type: ignore[arg-type]
+    return CheckedCaller(Inner(), view, Guard(SimpleNamespace(quarantine=())))  # type: ignore[arg-type]
 
 
 async def test_an_answer_of_a_server_that_announces_another_version_is_not_used_unchecked() -> None:
