@@ -39,7 +39,7 @@ class SpanSpec:
     whole_beyond: int | None = None
     """As in `SpanInputs`: if new tokens pass this length, those up to the first that does run at once."""
     pair_bytes: int = 0
-    """What attention makes of one pair of tokens in one row, besides masks: whole scores, or those of an indexer."""
+    """Memory of attention scores, or of an indexer's, for one pair of tokens in one row. 0: they are never whole."""
     makes_masks: bool = False
     """Whether attention gets a mask also where nothing is padded, as sliding windows need."""
     vocab_size: int = 0

@@ -24,7 +24,7 @@ from swarm_plugins.offload.interfaces import ExpertCache
 from swarm_plugins.rotary import has_fixed_positions, whole_beyond
 
 _SCORE_BYTES = 16
-"""Of a head, for a pair of tokens: the score, its softmax in float32, and copies of both as blocks compute."""
+"""Of one head, for a pair of tokens: the score, its softmax in float32, and copies of both in the blocks' type."""
 
 
 class Span:

@@ -93,7 +93,7 @@ class Checkpoint:
         if is_file:
             folder = LocalFiles(directory.parent)
             files = LocalFiles(directory.parent, gguf_files(folder.names(), str(folder.label), directory.name))
-        # As PEFT writes it into an adapter's config, whose readers take ``~`` for a folder's name.
+        # Adapters name their base by this; readers of their config do not expand ``~``.
         checkpoint = cls._of(files, str(directory) if name.startswith("~") else name)
         checkpoint._index.load_all()
         return checkpoint

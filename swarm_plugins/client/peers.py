@@ -59,7 +59,7 @@ _OPEN = "open"
 _UPLOAD_UNIT_BYTES = 4096
 """Unit of work in the observed pace of uploads."""
 _SMALL_BYTES = 64 * 1024
-"""Requests up to this size fit into the kernel's buffers even if nobody reads."""
+"""A request of this size can be sent at once, even to a peer that does not read: the kernel buffers it."""
 
 
 class Peers:

@@ -106,7 +106,7 @@ class LocalSwarm:
         self._directory: Path | None = None
         self._servers: list[LocalServer] = []
         self._places: dict[int, list[str]] = {}
-        """Where each server has listened, also if the one that was to take its place has not come that far."""
+        """Where each server listened last: one started in its place may fail before it listens."""
 
     @property
     def servers(self) -> tuple[LocalServer, ...]:

@@ -69,7 +69,7 @@ class _Chunk(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """A message's rows, and what came back."""
+    """A message to a holder, and its answer."""
 
     chunk: _Chunk
     call: ExpertsCall
@@ -225,7 +225,7 @@ class Holders:
             answers = await first_answer(self._ask_holder(rows, share), ask_replicas, late_s=late_s, most=_MAX_SPARES)
             late_by_s = time.perf_counter() - started - share.holder.answer_s(sum(loads.values()))
             self.peers.book.observe(share.holder.peer, Lagged(late_by_s))
-            # Afterwards: nobody is late because of what is computed here.
+            # Only now: a check takes time here, which must not make its holder look late.
             found = await self._fault_in(answers)
             if found is None:
                 return _by_expert(share, answers)
@@ -259,7 +259,7 @@ class Holders:
         return found
 
     async def _fault_in(self, answers: Sequence[_Answered]) -> tuple[str, SwarmError] | None:
-        """Checks answers; returns whose is wrong, if one is, and the error."""
+        """Checks answers; returns the peer and the error of the first one that is wrong, if any."""
         for _, call, answer in answers:
             if self.guard is not None:
                 try:

@@ -121,5 +121,5 @@ class Presence(LastingNode):
         except TransportError as error:
             log.warning("cannot announce, trying again in %.0f s: %s", self._every_s, error)
         except Exception:
-            # If this task ended, the server's record would expire, and nobody would find it.
+            # Go on: the server's record expires unless this task renews it.
             log.exception("cannot announce, trying again in %.0f s", self._every_s)

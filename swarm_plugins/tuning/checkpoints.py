@@ -143,7 +143,7 @@ class CheckpointStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def drop_expired(self) -> None:
-        """Deletes the checkpoints whose time is over: nobody may look at them any more."""
+        """Deletes expired checkpoints, also those that no client lists any more."""
         for folder in self._root.glob("runs/*"):
             with contextlib.suppress(OSError):  # it is deleted meanwhile
                 if _RUN.fullmatch(folder.name):
@@ -228,7 +228,7 @@ class CheckpointStore:
                 facts = msgspec.structs.replace(facts, num_bytes=sum(file.stat().st_size for file in part.iterdir()))
                 (part / _FACTS_FILE).write_bytes(msgspec.json.encode(facts))
             if run.run in self._in_training:
-                # Another process that uses the folder may have found it without checkpoints.
+                # Another process with this folder may have deleted the run while it had no checkpoints.
                 write_whole(self._folder(run.run) / _RUN_FILE, msgspec.json.encode(run))
             elif self._run(run.run) is None:  # the checkpoint could not be found, and no quota would include it
                 shutil.rmtree(self._folder(run.run), ignore_errors=True)

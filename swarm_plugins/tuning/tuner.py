@@ -15,7 +15,7 @@ from swarm_plugins.tuning.computing import Computed, Part, run_pass
 from swarm_plugins.tuning.datums import Datum, LossCall
 
 _LEAST_EPS = 1e-37
-"""Of what float32 can still divide by."""
+"""Smaller numbers may become 0 in float32."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ threading._register_atexit(_is_ending.set)  # type: ignore[attr-defined]
 T = TypeVar("T")
 P = ParamSpec("P")
 _ROUTED = re.compile(r"(Experts?|Mo[Ee]|MoA|MoeBlock)$")
-"""How transformers' modules of experts are called, whether or not they are of the kind that it can exchange."""
+"""Names of transformers' classes of experts, with interchangeable implementations or without."""
 
 
 class UncheckableError(SwarmError):

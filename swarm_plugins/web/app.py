@@ -36,7 +36,7 @@ from swarm_plugins.web.tinker.service import TinkerService
 
 _SWEEP_S = 5.0
 _EXPIRED_EACH = 60
-"""Every so many sweeps, checkpoints that have expired are sought on disk."""
+"""Expired checkpoints are deleted once in so many sweeps."""
 _MAX_VALUES = 1 << 16
 """In a request, besides the tokens of a prompt that fills the model's context."""
 

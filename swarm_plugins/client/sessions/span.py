@@ -168,7 +168,7 @@ class SpanSession:
         self._name, self._room = opened.session, (request.batch_size, opened.max_tokens)
 
     def _copied(self, request: SessionOpen) -> int:
-        """Returns how many tokens the server has to copy: those of the prefix, or of the session to fork."""
+        """Returns how many tokens the server copies to open a session: those of its prefix, or of the one it forks."""
         return max(1, request.batch_size * self.history.length) if request.prefix or request.fork_of else 1
 
     @contextlib.asynccontextmanager

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 
 _VALUES = ("const", "default", "enum", "examples")
-"""What of a schema is no schema."""
+"""Keywords of a schema whose values are data."""
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""What maps names, which may be any, to schemas."""
+"""Keywords whose values map names to schemas."""
 _THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
 _SPACE = r"\s{0,32}"
 """White space before a call, which belongs to it. Bounded, so that searching a long run of it takes linear time."""
@@ -103,7 +103,7 @@ def call_schema(tools: Sequence[Mapping[str, Any]], found: ToolFormat, *, is_sin
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Returns a schema whose references to parts of it point to them where it is kept now."""
+    """Returns a schema that has been moved to ``place``, with its references to its own parts."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
